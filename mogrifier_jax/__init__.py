@@ -1,0 +1,3 @@
+"""Mogrifier LSTM in JAX and Flax."""
+
+__version__ = "0.1.0"
