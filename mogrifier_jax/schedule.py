@@ -1,0 +1,173 @@
+"""What the host decides at each turn, from the validation cross-entropies alone.
+
+A turn is: evaluate; remember the best; stop?; start averaging?; drop the learning rate?;
+`steps_per_turn` optimizer steps. `decide` makes these decisions in that order. There are
+`turns` + 1 evaluations, the first (turn 0) before any training. xe is cross-entropy in nats per
+token. The average itself is in `averaging.py`.
+
+An interval or turn that is None or negative is off.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from mogrifier_jax import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The settings of a run: `config.schedule`, and the triggers of `config.averaging`."""
+
+    turns: int
+    steps_per_turn: int
+    drop_learning_rate_turns: int | None = None
+    drop_learning_rate_multiplier: float | None = None
+    drop_learning_rate_at_the_latest: int | None = None
+    early_stopping_turns: int | None = None
+    early_stopping_rampup_turns: int | None = None
+    early_stopping_slowest_rate: float | None = None
+    early_stopping_worst_xe_target: float | None = None
+    averaging_turns: int | None = None
+    averaging_at_the_latest: int | None = None
+
+    def __post_init__(self):
+        if self.turns < 0 or self.steps_per_turn < 1:
+            raise errors.UsageError(
+                f"schedule of {self.turns} turns x {self.steps_per_turn} steps cannot run: give "
+                "turns >= 0 and steps_per_turn >= 1"
+            )
+        drops = _is_on(self.drop_learning_rate_turns) or _is_on(
+            self.drop_learning_rate_at_the_latest
+        )
+        if drops and self.drop_learning_rate_multiplier is None:
+            raise errors.UsageError(
+                "schedule.drop_learning_rate_turns is set but not by how much to drop: set "
+                "drop_learning_rate_multiplier too, for example 0.5"
+            )
+        by_rate = self.early_stopping_slowest_rate or self.early_stopping_worst_xe_target
+        if by_rate and not _is_on(self.early_stopping_turns):
+            raise errors.UsageError(
+                "schedule.early_stopping_slowest_rate and _worst_xe_target look at the last "
+                "early_stopping_turns turns, which is not set: set it too"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What the decisions remember; part of the saved state."""
+
+    turn: int = 0
+    best_turn: int = 0
+    best_xe: float | None = None  # None before the first evaluation.
+    averaging_on: bool = False
+    last_drop_turn: int | None = None
+    learning_rate_factor: float = 1.0
+    history: tuple[float, ...] = ()  # xe by turn.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that survive JSON."""
+        return dataclasses.asdict(self) | {"history": list(self.history)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Progress":
+        """Inverse of `to_dict`."""
+        return cls(**values | {"history": tuple(values["history"])})
+
+
+class Stop(NamedTuple):
+    """Why a run ends."""
+
+    kind: str  # "nan", "turns", "patience", "rate" or "target".
+    message: str
+
+
+class Decision(NamedTuple):
+    """What to do after the evaluation of a turn."""
+
+    improved: bool
+    stop: Stop | None
+    start_averaging: bool
+    drop_learning_rate: bool
+
+
+def decide(progress: Progress, rules: Rules, *, turn: int, xe: float) -> tuple[Progress, Decision]:
+    """Records the evaluation of a turn and makes all its decisions, in order."""
+    progress, improved = record_evaluation(progress, turn, xe)
+    stop = should_stop(progress, rules)
+    if stop:
+        return progress, Decision(improved, stop, start_averaging=False, drop_learning_rate=False)
+    start = should_start_averaging(progress, rules)
+    if start:
+        progress = dataclasses.replace(progress, averaging_on=True)
+    drop = should_drop_learning_rate(progress, rules)
+    if drop:
+        factor = progress.learning_rate_factor * rules.drop_learning_rate_multiplier
+        progress = dataclasses.replace(
+            progress, learning_rate_factor=factor, last_drop_turn=progress.turn
+        )
+    return progress, Decision(improved, None, start, drop)
+
+
+def record_evaluation(progress: Progress, turn: int, xe: float) -> tuple[Progress, bool]:
+    """Adds a validation cross-entropy; the flag says whether it is strictly the best so far."""
+    if turn != len(progress.history):
+        raise ValueError(f"turn {turn} is evaluated after {len(progress.history)} evaluations")
+    progress = dataclasses.replace(progress, turn=turn, history=(*progress.history, float(xe)))
+    improved = not math.isnan(xe) and (progress.best_xe is None or xe < progress.best_xe)
+    if improved:
+        progress = dataclasses.replace(progress, best_turn=turn, best_xe=float(xe))
+    return progress, improved
+
+
+def should_stop(progress: Progress, rules: Rules) -> Stop | None:
+    """The reason to end the run at the turn just evaluated, if there is one."""
+    turn, best = progress.turn, progress.best_xe
+    if math.isnan(progress.history[-1]):
+        return Stop("nan", f"the validation cross-entropy of turn {turn} is NaN")
+    if turn >= rules.turns:
+        return Stop("turns", f"all {rules.turns} turns are done")
+    if not _is_on(rules.early_stopping_turns):
+        return None
+    window = patience(rules, turn)
+    if progress.best_turn + window < turn:
+        return Stop("patience", f"no improvement since turn {progress.best_turn}")
+    if not 0 < window <= turn:
+        return None  # Too early to speak of a rate.
+    rate = (min(progress.history[: turn - window + 1]) - best) / window
+    slowest, target = rules.early_stopping_slowest_rate, rules.early_stopping_worst_xe_target
+    if slowest is not None and rate < slowest:
+        return Stop("rate", f"improves by {rate:.3g} nats per turn, less than {slowest:.3g}")
+    if target is not None and best - rate * (rules.turns - turn) > target:
+        return Stop("target", f"at {rate:.3g} nats per turn, {target:.3g} nats is out of reach")
+    return None
+
+
+def patience(rules: Rules, turn: int) -> int:
+    """Turns without improvement that are tolerated: grows from 1 during the ramp-up."""
+    full, rampup = rules.early_stopping_turns, rules.early_stopping_rampup_turns or 0
+    if rampup <= 0:
+        return full
+    return 1 + math.floor((full - 1) / rampup * min(rampup, turn))
+
+
+def should_start_averaging(progress: Progress, rules: Rules) -> bool:
+    """Whether the triggered average starts with the coming step."""
+    if progress.averaging_on or not _is_on(rules.averaging_turns):
+        return False
+    turn, latest = progress.turn, rules.averaging_at_the_latest
+    stalled = turn > 0 and turn - progress.best_turn >= rules.averaging_turns
+    return stalled or (_is_on(latest) and turn >= latest)
+
+
+def should_drop_learning_rate(progress: Progress, rules: Rules) -> bool:
+    """Whether the learning rate is multiplied before the coming step."""
+    turn, last = progress.turn, progress.last_drop_turn
+    interval, latest = rules.drop_learning_rate_turns, rules.drop_learning_rate_at_the_latest
+    since = progress.best_turn if last is None else max(progress.best_turn, last)
+    stalled = _is_on(interval) and since + interval < turn
+    return stalled or (_is_on(latest) and last is None and turn >= latest)
+
+
+def _is_on(interval: int | None) -> bool:
+    return interval is not None and interval >= 0

@@ -1,0 +1,160 @@
+"""Parameter counts by formula, and the largest hidden size within a budget.
+
+Letters: V vocabulary, E embedding (input and output), D a layer's input, H hidden units,
+r Mogrifier rounds, k rank, K mixture components. The formulas restate the shapes that
+`layers.py` and `models.py` create; the tests hold the two together.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from mogrifier_jax import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class CellOptions:
+    """What decides the size of one recurrent layer besides D and H."""
+
+    rounds: int = 0
+    rank: int = 0
+    gate_bias: bool = True
+    tied_gates: bool = False
+    layer_norm: bool = False
+    scaling: bool = False
+    gate_rank: int = 0
+
+    def __post_init__(self):
+        if self.rounds < 0:
+            raise errors.UsageError(
+                f"rounds {self.rounds} is negative: give 0 (a plain cell) or more (say 5)"
+            )
+
+
+def _matrix(inputs: int, outputs: int, rank: int) -> int:
+    """A dense [inputs, outputs] matrix, or its two factors when rank > 0."""
+    return rank * (inputs + outputs) if rank > 0 else inputs * outputs
+
+
+def _mogrify(d: int, h: int, options: CellOptions) -> int:
+    """All rounds of one layer: the odd ones (1st, 3rd, ...) gate x, the even ones h."""
+    x_rounds, h_rounds = (options.rounds + 1) // 2, options.rounds // 2
+    matrices = options.rounds * _matrix(d, h, options.rank)
+    return matrices + options.gate_bias * (x_rounds * d + h_rounds * h)
+
+
+def _lstm(d: int, h: int, options: CellOptions) -> int:
+    gates = (3 if options.tied_gates else 4) * h
+    layer_norm = 2 * gates + 2 * h  # Gains of the x and h parts; gain and shift of c.
+    return _matrix(d + h, gates, options.gate_rank) + gates + options.layer_norm * layer_norm
+
+
+def _mlstm(d: int, h: int, options: CellOptions) -> int:
+    return d * h + h * h + _lstm(d, h, options)
+
+
+def _gru(d: int, h: int, options: CellOptions) -> int:
+    del options
+    return 3 * h * (d + h) + 3 * h + h  # The candidate's recurrent part has its own bias.
+
+
+def _elman(d: int, h: int, options: CellOptions) -> int:
+    del options
+    return h * (d + h) + h
+
+
+CellSize = Callable[[int, int, CellOptions], int]
+
+
+def _mogrified(cell: CellSize) -> CellSize:
+    return lambda d, h, options: _mogrify(d, h, options) + cell(d, h, options)
+
+
+CELLS: dict[str, CellSize] = {
+    "lstm": _lstm,
+    "mogrifier_lstm": _mogrified(_lstm),
+    "mogrifier_no_zigzag": _mogrified(_lstm),
+    "mlstm": _mlstm,
+    "mogrifier_gru": _mogrified(_gru),
+    "mogrifier_elman": _mogrified(_elman),
+}
+
+
+def embedding_size(hidden_size: int, ratio: float) -> int:
+    """E = O for a hidden size; a ratio of 1 or more means E = H."""
+    if not ratio >= 0:
+        raise errors.UsageError(
+            f"embedding_ratio {ratio} is not a ratio: give 0 or more (1 makes the embedding as "
+            "wide as the hidden state)"
+        )
+    return max(1, round(min(1.0, ratio) * hidden_size))
+
+
+def count_by_part(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    embedding_size: int,
+    cell: str = "mogrifier_lstm",
+    tied_embeddings: bool = False,
+    mixture_components: int = 0,
+    encoder_decoder: bool = False,
+    **cell_options: int | bool,
+) -> dict[str, int]:
+    """Trainable scalars of the embedding, the recurrent layers, the projection and the softmax.
+
+    `cell_options` are the fields of `CellOptions`; a cell ignores what it does not have.
+    """
+    if cell not in CELLS:
+        raise errors.UsageError(f"cell {cell!r} is unknown: choose one of {', '.join(CELLS)}")
+    options = CellOptions(**cell_options)
+    v, h, e, mixture = vocab_size, hidden_size, embedding_size, mixture_components
+    layers = 0
+    for layer in range(num_layers):
+        d = e if layer == 0 else h
+        layers += CELLS[cell](d, h, options) + options.scaling * (d + h)
+    if mixture > 0:
+        projection = mixture * (e * h + e + h)
+    else:
+        projection = h * e if e != h else 0
+    stacks = 2 if encoder_decoder else 1
+    return {
+        "embedding": stacks * v * e,
+        "recurrent": stacks * layers,
+        "projection": projection,
+        "softmax": v + (0 if tied_embeddings else e * v),
+    }
+
+
+def count_parameters(**sizes) -> int:
+    """Trainable scalars of the whole model; takes the keywords of `count_by_part`."""
+    return sum(count_by_part(**sizes).values())
+
+
+def solve_hidden_size(budget: int, *, embedding_ratio: float = 1.0, **sizes) -> int:
+    """The largest hidden size whose model has at most `budget` parameters.
+
+    `sizes` are the keywords of `count_by_part` without hidden_size and embedding_size; the
+    embedding follows each trial size by the ratio.
+    """
+
+    def count(hidden_size: int) -> int:
+        embedding = embedding_size(hidden_size, embedding_ratio)
+        return count_parameters(hidden_size=hidden_size, embedding_size=embedding, **sizes)
+
+    if count(1) > budget:
+        raise errors.UsageError(
+            f"num_params {budget:,} is too small: one hidden unit already needs {count(1):,} "
+            "parameters; raise the budget or lower num_layers, rank or the vocabulary"
+        )
+    # The count grows with H, so bisection finds the maximum.
+    fits, exceeds = 1, 2
+    while count(exceeds) <= budget:
+        fits, exceeds = exceeds, 2 * exceeds
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if count(middle) <= budget:
+            fits = middle
+        else:
+            exceeds = middle
+    return fits

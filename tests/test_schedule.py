@@ -1,0 +1,161 @@
+"""Each rule by a small table: what happens, turn by turn, for a given learning curve."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from mogrifier_jax import errors, schedule
+
+FLAT = [3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]  # Best at turn 1, then nothing.
+FALLING = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3]
+
+
+def run(curve, **rules):
+    """The decisions of a run that sees this curve, up to and including the turn it stops."""
+    rules = schedule.Rules(**{"turns": 1000, "steps_per_turn": 1, **rules})
+    progress, decisions = schedule.Progress(), []
+    for turn, xe in enumerate(curve):
+        progress, decision = schedule.decide(progress, rules, turn=turn, xe=xe)
+        decisions.append(decision)
+        if decision.stop:
+            break
+    return progress, decisions
+
+
+def turns_with(decisions, field):
+    return [turn for turn, decision in enumerate(decisions) if getattr(decision, field)]
+
+
+def stop_of(curve, **rules):
+    _, decisions = run(curve, **rules)
+    return (len(decisions) - 1, decisions[-1].stop and decisions[-1].stop.kind)
+
+
+def test_best_is_strictly_below_everything_before():
+    progress, decisions = run([3.0, 2.5, 2.5, 2.6, 2.4])
+    assert turns_with(decisions, "improved") == [0, 1, 4]
+    assert (progress.best_turn, progress.best_xe, progress.turn) == (4, 2.4, 4)
+
+
+def test_turns_plus_one_evaluations():
+    assert stop_of(FALLING, turns=3) == (3, "turns")
+    assert stop_of(FALLING, turns=0) == (0, "turns")
+    assert stop_of(FALLING, turns=100) == (7, None)
+
+
+def test_nan_stops_and_is_never_best():
+    progress, decisions = run([3.0, 2.0, math.nan, 1.0])
+    assert len(decisions) == 3 and decisions[-1].stop.kind == "nan"
+    assert not decisions[-1].improved and progress.best_turn == 1
+    assert stop_of([math.nan], turns=0) == (0, "nan")  # NaN is reported before "done".
+
+
+@pytest.mark.parametrize(
+    "rules, expected",
+    [
+        ({"early_stopping_turns": 3}, (5, "patience")),  # 1 + 3 < 5 is the first time.
+        ({"early_stopping_turns": 1}, (3, "patience")),
+        ({"early_stopping_turns": -1}, (7, None)),
+        ({}, (7, None)),
+        # Patience 1 + floor(3/6 * turn): 1, 1, 2, 2, 3, 3 for turns 0 to 5.
+        ({"early_stopping_turns": 4, "early_stopping_rampup_turns": 6}, (5, "patience")),
+        ({"early_stopping_turns": 4, "early_stopping_rampup_turns": 0}, (6, "patience")),
+    ],
+)
+def test_early_stopping_after_patience(rules, expected):
+    assert stop_of(FLAT, **rules) == expected
+
+
+def test_patience_ramps_up_to_its_full_value():
+    rules = schedule.Rules(
+        turns=9, steps_per_turn=1, early_stopping_turns=5, early_stopping_rampup_turns=4
+    )
+    assert [schedule.patience(rules, turn) for turn in range(7)] == [1, 2, 3, 4, 5, 5, 5]
+
+
+def test_improving_too_slowly_stops():
+    slow = {"early_stopping_turns": 3, "early_stopping_slowest_rate": 0.11}
+    assert stop_of(FALLING, **slow) == (3, "rate")  # 0.1 a turn, over the first full window.
+    assert stop_of(FALLING, **slow | {"early_stopping_slowest_rate": 0.09}) == (7, None)
+
+
+def test_unreachable_target_stops():
+    target = {"turns": 10, "early_stopping_turns": 2}
+    # At turn 2 the best is 2.8 and 8 more turns give 2.0.
+    assert stop_of(FALLING, **target, early_stopping_worst_xe_target=1.9) == (2, "target")
+    assert stop_of(FALLING, **target, early_stopping_worst_xe_target=2.1) == (7, None)
+
+
+@pytest.mark.parametrize(
+    "curve, rules, starts",
+    [
+        (FLAT, {"averaging_turns": 3}, [4]),
+        (FLAT, {"averaging_turns": 3, "averaging_at_the_latest": 2}, [2]),
+        (FALLING, {"averaging_turns": 3}, []),
+        (FALLING, {"averaging_turns": 3, "averaging_at_the_latest": 5}, [5]),
+        (FALLING, {"averaging_turns": 0}, [1]),  # Never by stalling at turn 0.
+        (FALLING, {"averaging_turns": 0, "averaging_at_the_latest": 0}, [0]),
+        (FLAT, {"averaging_turns": -1, "averaging_at_the_latest": 2}, []),
+        (FLAT, {}, []),
+    ],
+)
+def test_averaging_starts_once(curve, rules, starts):
+    progress, decisions = run(curve, **rules)
+    assert turns_with(decisions, "start_averaging") == starts
+    assert progress.averaging_on == bool(starts)
+
+
+def test_nothing_starts_at_the_turn_that_stops():
+    progress, decisions = run(FLAT, turns=4, averaging_turns=3)
+    assert decisions[-1].stop and not decisions[-1].start_averaging and not progress.averaging_on
+    assert run(FLAT, turns=5, averaging_turns=3)[1][4].start_averaging
+
+
+@pytest.mark.parametrize(
+    "curve, rules, drops",
+    [
+        (FLAT, {"drop_learning_rate_turns": 2}, [4, 7]),  # 1 + 2 < 4, then 4 + 2 < 7.
+        (FALLING, {"drop_learning_rate_turns": 2}, []),
+        (FALLING, {"drop_learning_rate_turns": 2, "drop_learning_rate_at_the_latest": 5}, [5]),
+        (FLAT, {"drop_learning_rate_turns": 2, "drop_learning_rate_at_the_latest": 5}, [4, 7]),
+        (FLAT, {"drop_learning_rate_turns": -1}, []),
+    ],
+)
+def test_learning_rate_drops(curve, rules, drops):
+    progress, decisions = run(curve, drop_learning_rate_multiplier=0.5, **rules)
+    assert turns_with(decisions, "drop_learning_rate") == drops
+    assert progress.learning_rate_factor == 0.5 ** len(drops)
+
+
+def test_progress_survives_json_in_the_middle_of_a_run():
+    rules = schedule.Rules(turns=9, steps_per_turn=1, averaging_turns=2, early_stopping_turns=4)
+    unbroken = resumed = schedule.Progress()
+    for turn, xe in enumerate(FLAT[:6]):
+        unbroken, expected = schedule.decide(unbroken, rules, turn=turn, xe=xe)
+        resumed = schedule.Progress.from_dict(json.loads(json.dumps(resumed.to_dict())))
+        resumed, decision = schedule.decide(resumed, rules, turn=turn, xe=xe)
+        assert decision == expected and resumed == unbroken
+    assert unbroken != dataclasses.replace(unbroken, averaging_on=False)
+
+
+def test_a_turn_is_evaluated_once_and_in_order():
+    progress, _ = schedule.record_evaluation(schedule.Progress(), 0, 3.0)
+    with pytest.raises(ValueError, match="turn 2"):
+        schedule.record_evaluation(progress, 2, 3.0)
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ({"turns": -1}, "-1 turns"),
+        ({"steps_per_turn": 0}, "0 steps"),
+        ({"drop_learning_rate_turns": 3}, "drop_learning_rate_multiplier"),
+        ({"early_stopping_slowest_rate": 0.1}, "early_stopping_turns"),
+        ({"early_stopping_worst_xe_target": 1.1}, "early_stopping_turns"),
+    ],
+)
+def test_impossible_rules_are_refused(rules, message):
+    with pytest.raises(errors.UsageError, match=message):
+        schedule.Rules(**{"turns": 1, "steps_per_turn": 1, **rules})

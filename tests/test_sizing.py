@@ -1,0 +1,152 @@
+"""Counts against the published sizes, and against shapes counted one by one."""
+
+import json
+import pathlib
+
+import pytest
+
+from mogrifier_jax import errors, sizing
+
+TUNED = json.loads((pathlib.Path(__file__).parent / "tuned_values.json").read_text())["experiments"]
+COPY_TASK = dict(vocab_size=1003, num_layers=1, rounds=0, encoder_decoder=True)
+
+
+def model_sizes(values):
+    """The keywords of `count_by_part` among a row's values."""
+    names = ("num_layers", "rounds", "rank", "tied_embeddings", "mixture_components")
+    return {name: values[f"model.{name}"] for name in names}
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_published_hidden_sizes(name):
+    row = TUNED[name]
+    values, kwargs = row["values"], model_sizes(row["values"])
+    budget, ratio = values["model.num_params"], values["model.embedding_ratio"]
+    for vocab_size, hidden_size, embedding_size in row["sizes"]:
+        solved = sizing.solve_hidden_size(
+            budget, vocab_size=vocab_size, embedding_ratio=ratio, **kwargs
+        )
+        assert (solved, sizing.embedding_size(solved, ratio)) == (hidden_size, embedding_size)
+    if row["parameters"]:
+        counts = [
+            sizing.count_parameters(
+                vocab_size=vocab_size,
+                hidden_size=h,
+                embedding_size=sizing.embedding_size(h, ratio),
+                **kwargs,
+            )
+            for h in (hidden_size, hidden_size + 1)
+        ]
+        assert counts == row["parameters"]
+        assert counts[0] <= budget < counts[1]
+
+
+@pytest.mark.parametrize("name", [name for name in TUNED if len(TUNED[name]["sizes"]) > 1])
+def test_rows_by_vocabulary_begin_where_the_table_says(name):
+    """One token fewer than a row's first vocabulary still gives the row before."""
+    row = TUNED[name]
+    kwargs = model_sizes(row["values"])
+    ratio = row["values"]["model.embedding_ratio"]
+    for (_, before, _), (vocab_size, after, _) in zip(row["sizes"], row["sizes"][1:], strict=False):
+        solved = [
+            sizing.solve_hidden_size(24_000_000, vocab_size=v, embedding_ratio=ratio, **kwargs)
+            for v in (vocab_size - 1, vocab_size)
+        ]
+        assert solved == [before, after]
+
+
+@pytest.mark.parametrize("embedding_size, hidden_size", [(498, 787), (493, 790)])
+def test_copy_task_sizes_are_maximal(embedding_size, hidden_size):
+    def count(h):
+        return sizing.count_parameters(hidden_size=h, embedding_size=embedding_size, **COPY_TASK)
+
+    assert count(hidden_size) <= 10_000_000 < count(hidden_size + 1)
+
+
+# [D, H, options, tensors]: every tensor of one layer written out.
+D, H = 3, 5
+ROUNDS_OF_3 = [(H, D), (D,), (D, H), (H,), (H, D), (D,)]
+RANK_2_ROUNDS_OF_3 = [(H, 2), (2, D), (D,), (D, 2), (2, H), (H,), (H, 2), (2, D), (D,)]
+LSTM = [(D + H, 4 * H), (4 * H,)]
+LAYERS = [
+    ("lstm", {}, LSTM),
+    ("lstm", {"rounds": 3}, LSTM),
+    ("lstm", {"tied_gates": True}, [(D + H, 3 * H), (3 * H,)]),
+    ("lstm", {"gate_rank": 2}, [(D + H, 2), (2, 4 * H), (4 * H,)]),
+    ("lstm", {"layer_norm": True}, [*LSTM, (4 * H,), (4 * H,), (H,), (H,)]),
+    ("lstm", {"scaling": True}, [*LSTM, (D,), (H,)]),
+    ("mogrifier_lstm", {"rounds": 0}, LSTM),
+    ("mogrifier_lstm", {"rounds": 3}, [*ROUNDS_OF_3, *LSTM]),
+    ("mogrifier_lstm", {"rounds": 3, "rank": -20}, [*ROUNDS_OF_3, *LSTM]),
+    ("mogrifier_lstm", {"rounds": 3, "rank": 2}, [*RANK_2_ROUNDS_OF_3, *LSTM]),
+    (
+        "mogrifier_lstm",
+        {"rounds": 3, "gate_bias": False},
+        [shape for shape in ROUNDS_OF_3 if len(shape) == 2] + LSTM,
+    ),
+    ("mogrifier_no_zigzag", {"rounds": 3, "rank": 2}, [*RANK_2_ROUNDS_OF_3, *LSTM]),
+    ("mlstm", {}, [(D, H), (H, H), *LSTM]),
+    ("mogrifier_gru", {"rounds": 3}, [*ROUNDS_OF_3, (D + H, 3 * H), (3 * H,), (H,)]),
+    ("mogrifier_elman", {"rounds": 3}, [*ROUNDS_OF_3, (D + H, H), (H,)]),
+]
+
+
+def size(shapes):
+    return sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes)
+
+
+@pytest.mark.parametrize("cell, options, shapes", LAYERS)
+def test_layers_have_the_tensors_written_out(cell, options, shapes):
+    parts = sizing.count_by_part(
+        vocab_size=7, hidden_size=H, embedding_size=D, num_layers=1, cell=cell, **options
+    )
+    assert parts["recurrent"] == size(shapes)
+    assert parts["embedding"] == 7 * D
+    assert parts["projection"] == H * D
+    assert parts["softmax"] == D * 7 + 7
+
+
+@pytest.mark.parametrize(
+    "kwargs, total",
+    [  # Small models whose scalars were counted in the authors' program.
+        (dict(embedding_size=5, tied_embeddings=True, rounds=5, rank=3), 832),
+        (dict(embedding_size=3, tied_embeddings=True, mixture_components=2, rounds=2, rank=2), 564),
+        (dict(embedding_size=3, rounds=3), 610),
+        (dict(embedding_size=5, rounds=0), 517),
+    ],
+)
+def test_small_models_count_as_the_authors(kwargs, total):
+    assert sizing.count_parameters(vocab_size=7, hidden_size=5, num_layers=2, **kwargs) == total
+
+
+@pytest.mark.parametrize(
+    "hidden_size, ratio, expected",
+    [(10, 1.0, 10), (10, 1.9, 10), (10, 0.24, 2), (10, 0.0, 1), (5, 0.5, 2), (7, 0.5, 4)],
+)
+def test_embedding_size_rounds_halves_to_even(hidden_size, ratio, expected):
+    assert sizing.embedding_size(hidden_size, ratio) == expected
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.93, 1.0])
+@pytest.mark.parametrize("budget", [150, 999, 20_000])
+def test_bisection_equals_linear_search(ratio, budget):
+    kwargs = dict(vocab_size=11, num_layers=2, rounds=4, rank=2)
+
+    def count(h):
+        e = sizing.embedding_size(h, ratio)
+        return sizing.count_parameters(hidden_size=h, embedding_size=e, **kwargs)
+
+    linear = max(h for h in range(1, 200) if count(h) <= budget)
+    assert sizing.solve_hidden_size(budget, embedding_ratio=ratio, **kwargs) == linear < 199
+
+
+def test_impossible_requests_name_value_and_remedy():
+    kwargs = dict(vocab_size=10_001, num_layers=2)
+    with pytest.raises(errors.UsageError, match=r"num_params 20,000 .* 30,0\d\d .*raise"):
+        sizing.solve_hidden_size(20_000, **kwargs)
+    with pytest.raises(errors.UsageError, match=r"'gru' is unknown.*mogrifier_gru"):
+        sizing.solve_hidden_size(10**6, cell="gru", **kwargs)
+    with pytest.raises(errors.UsageError, match=r"embedding_ratio -1"):
+        sizing.embedding_size(10, -1)
+    with pytest.raises(errors.UsageError, match=r"rounds -1"):
+        sizing.solve_hidden_size(10**6, rounds=-1, **kwargs)
