@@ -35,9 +35,9 @@ class Averaging(NamedTuple):
 
 
 class RunningMean(NamedTuple):
-    """Uniform mean of the weights added so far; all zeros while count is 0."""
+    """Uniform mean of the weights added so far; all zeros while n is 0."""
 
-    count: jax.Array
+    n: jax.Array
     mean: optax.Params
 
 
@@ -61,14 +61,14 @@ def _empty(params: optax.Params) -> RunningMean:
 
 def _add(average: RunningMean, params: optax.Params) -> RunningMean:
     """mean <- mean + (params - mean) / (n + 1)."""
-    count = average.count + 1
-    mean = jax.tree.map(lambda a, p: a + (p - a) / count.astype(a.dtype), average.mean, params)
-    return RunningMean(count, mean)
+    n = average.n + 1
+    mean = jax.tree.map(lambda a, p: a + (p - a) / n.astype(a.dtype), average.mean, params)
+    return RunningMean(n, mean)
 
 
 def _value(average: RunningMean, params: optax.Params) -> optax.Params:
     """The mean, or the raw weights while it is empty."""
-    return _where(average.count > 0, average.mean, params)
+    return _where(average.n > 0, average.mean, params)
 
 
 def _where(condition: jax.Array, yes: optax.Params, no: optax.Params) -> optax.Params:

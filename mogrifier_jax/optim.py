@@ -23,7 +23,7 @@ from mogrifier_jax import errors
 class AdamState(NamedTuple):
     """Steps taken, first moment (an empty tuple when b1 is 0) and second moment."""
 
-    count: jax.Array
+    steps: jax.Array
     mu: Any
     nu: Any
 
@@ -50,14 +50,14 @@ def scale_by_adam_eps_hat(
 
     def update(gradients, state, params=None):
         del params
-        count = state.count + 1
+        steps = state.steps + 1
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, state.nu, gradients)
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, gradients) if b1 else ()
-        scale = jnp.sqrt(_one_minus_power(b2, count)) / _one_minus_power(b1, count)
+        scale = jnp.sqrt(_one_minus_power(b2, steps)) / _one_minus_power(b1, steps)
         direction = jax.tree.map(
             lambda m, v: scale * m / (jnp.sqrt(v) + eps), mu if b1 else gradients, nu
         )
-        return direction, AdamState(count, mu, nu)
+        return direction, AdamState(steps, mu, nu)
 
     return optax.GradientTransformation(init, update)
 

@@ -10,7 +10,7 @@ An interval or turn that is None or negative is off.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from mogrifier_jax import errors
 
@@ -22,11 +22,11 @@ class Rules:
     turns: int
     steps_per_turn: int
     drop_learning_rate_turns: int | None = None
-    drop_learning_rate_multiplier: float | None = None
+    drop_learning_rate_multiplier: float = 1.0
     drop_learning_rate_at_the_latest: int | None = None
     early_stopping_turns: int | None = None
-    early_stopping_rampup_turns: int | None = None
-    early_stopping_slowest_rate: float | None = None
+    early_stopping_rampup_turns: int = 0
+    early_stopping_slowest_rate: float = 0.0
     early_stopping_worst_xe_target: float | None = None
     averaging_turns: int | None = None
     averaging_at_the_latest: int | None = None
@@ -40,10 +40,10 @@ class Rules:
         drops = _is_on(self.drop_learning_rate_turns) or _is_on(
             self.drop_learning_rate_at_the_latest
         )
-        if drops and self.drop_learning_rate_multiplier is None:
+        if drops and self.drop_learning_rate_multiplier == 1:
             raise errors.UsageError(
-                "schedule.drop_learning_rate_turns is set but not by how much to drop: set "
-                "drop_learning_rate_multiplier too, for example 0.5"
+                "schedule.drop_learning_rate_multiplier 1.0 drops nothing though a drop is asked "
+                "for: set it too, for example to 0.5"
             )
         by_rate = self.early_stopping_slowest_rate or self.early_stopping_worst_xe_target
         if by_rate and not _is_on(self.early_stopping_turns):
@@ -59,7 +59,7 @@ class Progress:
 
     turn: int = 0
     best_turn: int = 0
-    best_xe: float | None = None  # None before the first evaluation.
+    best_xe: float = math.inf
     averaging_on: bool = False
     last_drop_turn: int | None = None
     learning_rate_factor: float = 1.0
@@ -114,7 +114,7 @@ def record_evaluation(progress: Progress, turn: int, xe: float) -> tuple[Progres
     if turn != len(progress.history):
         raise ValueError(f"turn {turn} is evaluated after {len(progress.history)} evaluations")
     progress = dataclasses.replace(progress, turn=turn, history=(*progress.history, float(xe)))
-    improved = not math.isnan(xe) and (progress.best_xe is None or xe < progress.best_xe)
+    improved = xe < progress.best_xe  # Never true of NaN.
     if improved:
         progress = dataclasses.replace(progress, best_turn=turn, best_xe=float(xe))
     return progress, improved
@@ -136,7 +136,7 @@ def should_stop(progress: Progress, rules: Rules) -> Stop | None:
         return None  # Too early to speak of a rate.
     rate = (min(progress.history[: turn - window + 1]) - best) / window
     slowest, target = rules.early_stopping_slowest_rate, rules.early_stopping_worst_xe_target
-    if slowest is not None and rate < slowest:
+    if rate < slowest:
         return Stop("rate", f"improves by {rate:.3g} nats per turn, less than {slowest:.3g}")
     if target is not None and best - rate * (rules.turns - turn) > target:
         return Stop("target", f"at {rate:.3g} nats per turn, {target:.3g} nats is out of reach")
@@ -145,7 +145,7 @@ def should_stop(progress: Progress, rules: Rules) -> Stop | None:
 
 def patience(rules: Rules, turn: int) -> int:
     """Turns without improvement that are tolerated: grows from 1 during the ramp-up."""
-    full, rampup = rules.early_stopping_turns, rules.early_stopping_rampup_turns or 0
+    full, rampup = rules.early_stopping_turns or 0, rules.early_stopping_rampup_turns
     if rampup <= 0:
         return full
     return 1 + math.floor((full - 1) / rampup * min(rampup, turn))
@@ -169,5 +169,5 @@ def should_drop_learning_rate(progress: Progress, rules: Rules) -> bool:
     return stalled or (_is_on(latest) and last is None and turn >= latest)
 
 
-def _is_on(interval: int | None) -> bool:
+def _is_on(interval: int | None) -> TypeGuard[int]:
     return interval is not None and interval >= 0

@@ -7,6 +7,7 @@ r Mogrifier rounds, k rank, K mixture components. The formulas restate the shape
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from mogrifier_jax import errors
 
@@ -99,7 +100,7 @@ def count_by_part(
     tied_embeddings: bool = False,
     mixture_components: int = 0,
     encoder_decoder: bool = False,
-    **cell_options: int | bool,
+    **cell_options: Any,
 ) -> dict[str, int]:
     """Trainable scalars of the embedding, the recurrent layers, the projection and the softmax.
 
@@ -126,12 +127,12 @@ def count_by_part(
     }
 
 
-def count_parameters(**sizes) -> int:
+def count_parameters(**sizes: Any) -> int:
     """Trainable scalars of the whole model; takes the keywords of `count_by_part`."""
     return sum(count_by_part(**sizes).values())
 
 
-def solve_hidden_size(budget: int, *, embedding_ratio: float = 1.0, **sizes) -> int:
+def solve_hidden_size(budget: int, *, embedding_ratio: float = 1.0, **sizes: Any) -> int:
     """The largest hidden size whose model has at most `budget` parameters.
 
     `sizes` are the keywords of `count_by_part` without hidden_size and embedding_size; the
