@@ -1,0 +1,233 @@
+"""Recurrent cells: pure functions of (params, carry, x).
+
+Axes: ... any leading axes (usually B, the batch), D input features, H hidden
+features, K rank. Nothing here knows of Flax, time or devices; `layers.py` owns the
+parameters and `recurrence.py` scans.
+
+Every cell is a function `cell(params, carry, x, keep=None, scale=None) -> (carry, gates)`.
+Its output is the new `carry.h`; `gates` holds what there is to look at, and costs nothing
+when it is not looked at. `keep` and `scale` are the state dropout mask (bool, shaped like
+h) and 1 / (1 - rate): they apply to h as the gates read it, never to the stored state.
+
+`params` is a nested dict whose matrices are multiplied in `project` alone. That is what
+lets `recurrence.py` put its own objects in their place and take over the matmuls.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Params = Mapping[str, Any]
+Gates = dict[str, Any]
+
+
+class LSTMCarry(NamedTuple):
+    """State of the LSTM family."""
+
+    c: jax.Array  # [..., H] at least float32: it accumulates over the whole sequence.
+    h: jax.Array  # [..., H] compute dtype.
+
+
+class Carry(NamedTuple):
+    """State of the cells that have only an output."""
+
+    h: jax.Array  # [..., H] compute dtype.
+
+
+def project(x: jax.Array, kernel: Any, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., I] times kernel [I, ...], plus bias; the result is at least float32."""
+    if callable(kernel):  # A tap of `recurrence.py`.
+        return kernel(x, bias)
+    y = widen(jnp.tensordot(x, kernel, axes=1))
+    return y if bias is None else y + stretch(bias, y)
+
+
+def affine(params: Params, x: jax.Array) -> jax.Array:
+    """x W + b, where W may be a product of two thin factors and b may be absent."""
+    bias = params.get("bias")
+    if "kernel" in params:
+        return project(x, params["kernel"], bias)
+    low = project(x, params["down"]).astype(x.dtype)
+    return project(low, params["up"], bias)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Elementwise mathematics is done in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Gives a parameter the leading axes of what it is combined with."""
+    return jnp.broadcast_to(vector.astype(like.dtype), like.shape)
+
+
+def layer_norm(x: jax.Array, gain: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Array:
+    """Normalises jointly over `axes`, with a trained gain and no shift."""
+    mean = x.mean(axes, keepdims=True)
+    variance = jnp.square(x - mean).mean(axes, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-9) * stretch(gain, x)
+
+
+def mogrify(
+    rounds: Sequence[Params], x: jax.Array, h: jax.Array, zigzag: bool = True
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Lets x and h gate each other in turn, x first (arXiv:1909.01792, eqs. 1-2).
+
+    Without `zigzag` every gate reads the original x and h. Also returns the gates 2σ(.).
+    """
+    sources = [h, x]  # What odd and even rounds read.
+    gated = [x, h]  # What they scale.
+    gates = []
+    for i, params in enumerate(rounds):
+        gate = 2 * jax.nn.sigmoid(affine(params, sources[i % 2]))
+        gates.append(gate)
+        gated[i % 2] = (gate * widen(gated[i % 2])).astype(gated[i % 2].dtype)
+        if zigzag:
+            sources[1 - i % 2] = gated[i % 2]
+    return gated[0], gated[1], gates
+
+
+def lstm(
+    params: Params,
+    carry: LSTMCarry,
+    x: jax.Array,
+    keep: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    zigzag: bool = True,
+    cap_input_gate: bool = True,
+    tied_gates: bool = False,
+    cell_clip: float | None = None,
+) -> tuple[LSTMCarry, Gates]:
+    """LSTM, Mogrifier LSTM and multiplicative LSTM; what is in `params` decides."""
+    x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
+    if "multiplicative" in params:
+        x, h = multiply(params, x, h)
+    z = gate_inputs(params["gates"], x, h)
+
+    j = jnp.tanh(z[..., 0, :])
+    o = jax.nn.sigmoid(z[..., 1, :])
+    f = jax.nn.sigmoid(z[..., 2, :])
+    if tied_gates:
+        i = 1 - f
+    else:
+        i = jax.nn.sigmoid(z[..., 3, :])
+        if cap_input_gate:
+            i = jnp.minimum(i, 1 - f)  # Keeps |c| <= 1.
+    c = f * widen(carry.c) + i * j
+    read = c
+    if "cell_norm" in params:  # The output sees c normalised; the stored c stays raw.
+        norm = params["cell_norm"]
+        read = layer_norm(c, norm["gain"]) + stretch(norm["shift"], c)
+    h = o * jnp.tanh(read)
+    if cell_clip is not None:  # Acts on the next step only, as h is computed by now.
+        c = jnp.clip(c, -cell_clip, cell_clip)
+    gates = {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
+    return LSTMCarry(c, h.astype(carry.h.dtype)), gates
+
+
+def gru(
+    params: Params,
+    carry: Carry,
+    x: jax.Array,
+    keep: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    zigzag: bool = True,
+) -> tuple[Carry, Gates]:
+    """GRU of the modulated x and h, the reset gate after the matmul as in `nn.GRUCell`."""
+    x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
+    zx, zh = gate_parts(params["gates"], x, h)
+    r, u, n = (zx[..., g, :] for g in range(3))
+    rh, uh, nh = (zh[..., g, :] for g in range(3))
+    r = jax.nn.sigmoid(r + rh)
+    u = jax.nn.sigmoid(u + uh)
+    n = jnp.tanh(n + r * (nh + stretch(params["gates"]["candidate_bias"], nh)))
+    # What is kept of the state is modulated, but dropout is for what the gates read.
+    kept = widen(carry.h)
+    for gate in rounds[1::2]:
+        kept = gate * kept
+    h = (1 - u) * n + u * kept
+    return Carry(h.astype(carry.h.dtype)), {"r": r, "u": u, "n": n, "rounds": rounds}
+
+
+def elman(
+    params: Params,
+    carry: Carry,
+    x: jax.Array,
+    keep: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    zigzag: bool = True,
+) -> tuple[Carry, Gates]:
+    """Elman network: h = tanh(W x + U h + b) of the modulated x and h."""
+    x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
+    h = jnp.tanh(gate_inputs(params["gates"], x, h)[..., 0, :])
+    return Carry(h.astype(carry.h.dtype)), {"h": h, "rounds": rounds}
+
+
+def modulate(params, x, h, keep, scale, zigzag):
+    """State dropout, then constant scaling, then the Mogrifier: what the gates read."""
+    if keep is not None:
+        h = jnp.where(keep, h * scale.astype(h.dtype), jnp.zeros_like(h))
+    if "scaling" in params:
+        x = x * stretch(params["scaling"]["x"], x)
+        h = h * stretch(params["scaling"]["h"], h)
+    if "rounds" not in params:
+        return x, h, []
+    return mogrify(params["rounds"], x, h, zigzag)
+
+
+def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mLSTM's h_m = (W_mx x) ⊙ (W_mh h) (arXiv:1609.07959)."""
+    maps = params["multiplicative"]
+    if "input" in maps:
+        mx = project(x, maps["input"])
+    else:  # `hoist` has put it before the gates.
+        mx, x = widen(x[..., 0, :]), x[..., 1:, :]
+    return x, (mx * project(h, maps["recurrent"])).astype(h.dtype)
+
+
+def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
+    """Pre-activations [..., G, H] of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
+    if "recurrent" not in params:
+        return affine(params, jnp.concatenate([x, h], -1))
+    zx, zh = gate_parts(params, x, h)
+    if "shift" in params:
+        zx = layer_norm(zx, params["input_gain"], (-2, -1))
+        zh = layer_norm(zh, params["recurrent_gain"], (-2, -1))
+        return zx + zh + stretch(params["shift"], zx)
+    return zx + zh
+
+
+def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What x and h each contribute to the gates; x may have been projected by `hoist`."""
+    zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
+    return zx, project(h, params["recurrent"])
+
+
+def hoist(params: Params, xs: jax.Array) -> tuple[Params, jax.Array]:
+    """Moves work out of the recurrence: returns what to scan with, of equal meaning.
+
+    Where x enters the gates unmodulated, its projection does not depend on the state and is
+    one matmul over all time steps. Elsewhere the two gate matrices become one, so that a step
+    has one large matmul instead of two and one sum less to keep for the backward pass.
+    """
+    gates = params["gates"]
+    if "input" not in gates:
+        return params, xs
+    if "rounds" not in params and "scaling" not in params:
+        zs = project(xs, gates["input"], gates.get("bias"))
+        rest = {name: gates[name] for name in gates if name not in ("input", "bias")}
+        if "multiplicative" not in params:
+            return {**params, "gates": rest}, zs.astype(xs.dtype)
+        maps = params["multiplicative"]
+        zs = jnp.concatenate([project(xs, maps["input"])[..., None, :], zs], -2)
+        maps = {"recurrent": maps["recurrent"]}
+        return {**params, "gates": rest, "multiplicative": maps}, zs.astype(xs.dtype)
+    if "multiplicative" in params or "shift" in gates or "candidate_bias" in gates:
+        return params, xs  # These need the two sums apart.
+    kernel = jnp.concatenate([gates["input"], gates["recurrent"]], 0)
+    return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, xs

@@ -1,0 +1,413 @@
+"""Flax modules around the cells: parameters, initialisers, the layer over a window.
+
+Axes: T time, B batch, D input features, H hidden features, G gates, K rank. The cells
+follow `nn.RNNCellBase`, so they work in `nn.RNN` and `nn.Bidirectional`; `Layer` runs one
+of them over a [T, B, D] window, by the fast path of `recurrence.py` or a plain `nn.scan`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mogrifier_jax import cells, errors, recurrence
+
+Dtype = Any
+
+
+def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
+    """Deviation sqrt(1.3 factor / fan), redrawn outside two deviations: lamb's cells."""
+    draw = nn.initializers.truncated_normal(math.sqrt(1.3 * factor / fan))
+    return lambda key, shape, dtype: mean + draw(key, shape, dtype)
+
+
+class Cell(nn.RNNCellBase):
+    """What all cells share: rounds of gating, parameters, carry."""
+
+    hidden_size: int
+    rounds: int = 0
+    rank: int = 0  # At or below zero: full rank.
+    zigzag: bool = True
+    gate_bias: bool = True  # Whether the gating maps are affine, as in lamb, or linear.
+    scaling: bool = False  # A learned constant for each element of x and h.
+    init_factor: float = 1.0
+    dtype: Dtype = jnp.float32
+    param_dtype: Dtype = jnp.float32
+
+    num_gates: ClassVar[int]
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.hidden_size >= 1, f"hidden_size {self.hidden_size} must be at least 1")
+        check(
+            self.rounds >= 0,
+            f"rounds {self.rounds} must be 0 (no gating) or more; the paper's best are 5 and 6",
+        )
+
+    @property
+    def num_feature_axes(self) -> int:
+        """Axes of x beside the batch, for `nn.RNN`."""
+        return 1
+
+    def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Any:
+        """The zero carry for inputs of this shape; `rng` is not used."""
+        del rng
+        shape = (*input_shape[:-1], self.hidden_size)
+        return cells.Carry(jnp.zeros(shape, self.dtype))
+
+    def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
+        """One step: (carry, x [..., D]) to (carry, h [..., H])."""
+        self.check_carry(carry, x)
+        weights = recurrence.Taps(self.weights(x.shape[-1]), self.dtype).cast
+        carry, _ = self.cell(weights, carry, x.astype(self.dtype), **extras)
+        return carry, carry.h
+
+    @nn.compact
+    def weights(self, input_size: int) -> dict[str, Any]:
+        """Declares the parameters; returns them in the form `cells` reads."""
+        return self.shared_weights(input_size)
+
+    def shared_weights(self, input_size: int) -> dict[str, Any]:
+        """The parameters that every cell may have."""
+        params = {"gates": self.param("gates", self.init_gates, input_size)}
+        if self.scaling:
+            params["scaling"] = self.param("scaling", self.init_scaling, input_size)
+        if self.rounds:
+            params["rounds"] = [
+                self.param(f"round_{i}", self.init_round, input_size, i)
+                for i in range(1, self.rounds + 1)
+            ]
+        return params
+
+    @property
+    def cell(self) -> Callable:
+        """The pure function of `cells.py` with its switches set."""
+        raise NotImplementedError
+
+    def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        """Each block of rows has the fan of its own input; biases are random, as in lamb."""
+        keys = jax.random.split(key, 3)
+        hidden, gates = self.hidden_size, self.num_gates
+        draw = lambda key, fan, shape: truncated_normal(fan, self.init_factor)(
+            key, shape, self.param_dtype
+        )
+        return {
+            "input": draw(keys[0], input_size, (input_size, gates, hidden)),
+            "recurrent": draw(keys[1], hidden, (hidden, gates, hidden)),
+            "bias": draw(keys[2], hidden, (gates, hidden)),
+        }
+
+    def init_scaling(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        """Ones: the identity."""
+        del key
+        return {
+            "x": jnp.ones(input_size, self.param_dtype),
+            "h": jnp.ones(self.hidden_size, self.param_dtype),
+        }
+
+    def init_round(self, key: jax.Array, input_size: int, index: int) -> dict[str, jax.Array]:
+        """The map of one round, from h to x in odd ones and from x to h in even ones."""
+        sizes = (self.hidden_size, input_size) if index % 2 else (input_size, self.hidden_size)
+        return init_map(
+            key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype
+        )
+
+    def check_carry(self, carry: Any, x: jax.Array) -> None:
+        """A carry of another cell or batch is an error here, not a shape puzzle later."""
+        expected = jax.eval_shape(lambda: self.initialize_carry(jax.random.key(0), x.shape))
+        same = jax.tree.structure(carry) == jax.tree.structure(expected) and all(
+            a.shape == b.shape for a, b in zip(jax.tree.leaves(carry), jax.tree.leaves(expected))
+        )
+        shapes = jax.tree.map(lambda a: tuple(a.shape), carry)
+        wanted = jax.tree.map(lambda a: tuple(a.shape), expected)
+        check(
+            same,
+            f"carry {shapes} does not fit an input of shape {tuple(x.shape)}: this cell needs "
+            f"{wanted}; make one with cell.initialize_carry(key, x.shape)",
+        )
+
+
+class MogrifierLSTMCell(Cell):
+    """LSTM whose x and h gate each other first (arXiv:1909.01792); 0 rounds is the LSTM.
+
+    >>> cell = MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3)
+    >>> ys, params = nn.RNN(cell).init_with_output(jax.random.key(0), jnp.ones((2, 7, 4)))
+    >>> ys.shape
+    (2, 7, 8)
+    """
+
+    rounds: int = 5
+    cap_input_gate: bool = True  # min(i, 1 - f) in place of i, as in lamb but not in the paper.
+    tied_gates: bool = False  # 1 - f in place of i.
+    layer_norm: bool = False
+    cell_clip: float | None = None
+    forget_bias: float = 1.0  # Mean of the forget gate's bias when drawn.
+    gate_rank: int = 0  # Above zero: the gate matrix is a product of this rank.
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            not (self.layer_norm and self.gate_rank > 0),
+            f"gate_rank {self.gate_rank} and layer_norm exclude each other; set one of them off",
+        )
+        check(
+            self.cell_clip is None or self.cell_clip > 0,
+            f"cell_clip {self.cell_clip} must be positive, or None for no clipping",
+        )
+
+    @property
+    def num_gates(self) -> int:
+        """Blocks j, o, f, i; tied gates have no i."""
+        return 3 if self.tied_gates else 4
+
+    @property
+    def cell(self) -> Callable:
+        """`cells.lstm` with its switches set."""
+        return functools.partial(
+            cells.lstm,
+            zigzag=self.zigzag,
+            cap_input_gate=self.cap_input_gate,
+            tied_gates=self.tied_gates,
+            cell_clip=self.cell_clip,
+        )
+
+    def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> cells.LSTMCarry:
+        """The zero carry for inputs of this shape; `rng` is not used."""
+        h = super().initialize_carry(rng, input_shape).h
+        return cells.LSTMCarry(cells.widen(h), h)
+
+    @nn.compact
+    def weights(self, input_size: int) -> dict[str, Any]:
+        """Declares the parameters; returns them in the form `cells` reads."""
+        params = self.shared_weights(input_size)
+        if self.layer_norm:
+            params["cell_norm"] = self.param("cell_norm", self.init_cell_norm)
+        return params
+
+    def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        """As the base class, with the mean of the forget gate's bias and the variants."""
+        params = super().init_gates(key, input_size)
+        bias = params.pop("bias").at[2].add(self.forget_bias)
+        if self.layer_norm:
+            ones = jnp.ones_like(bias)
+            return {**params, "input_gain": ones, "recurrent_gain": ones, "shift": bias}
+        if self.gate_rank > 0:
+            sizes = (input_size + self.hidden_size, bias.size)
+            factors = init_map(key, *sizes, self.gate_rank, False, 1.0, self.param_dtype)
+            up = factors["up"].reshape(self.gate_rank, *bias.shape)
+            return {"down": factors["down"], "up": up, "bias": bias}
+        return {**params, "bias": bias}
+
+    def init_cell_norm(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Gain and shift of the normalised c."""
+        del key
+        ones = jnp.ones(self.hidden_size, self.param_dtype)
+        return {"gain": ones, "shift": jnp.zeros_like(ones)}
+
+
+class LSTMCell(MogrifierLSTMCell):
+    """The LSTM of the paper's baselines: capped input gate, random biases."""
+
+    rounds: int = 0
+
+
+class MLSTMCell(MogrifierLSTMCell):
+    """Multiplicative LSTM (arXiv:1609.07959), the paper's closest relative."""
+
+    rounds: int = 0
+
+    @nn.compact
+    def weights(self, input_size: int) -> dict[str, Any]:
+        """Declares the parameters; returns them in the form `cells` reads."""
+        params = self.shared_weights(input_size)
+        params["multiplicative"] = self.param("multiplicative", self.init_product, input_size)
+        return params
+
+    def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        """Matrices of the two factors of h_m."""
+        draw = lambda key, fan: truncated_normal(fan, self.init_factor)(
+            key, (fan, self.hidden_size), self.param_dtype
+        )
+        keys = jax.random.split(key)
+        return {"input": draw(keys[0], input_size), "recurrent": draw(keys[1], self.hidden_size)}
+
+
+class MogrifierGRUCell(Cell):
+    """GRU whose x and h gate each other first; with 0 rounds it is `nn.GRUCell`."""
+
+    rounds: int = 5
+    num_gates: ClassVar[int] = 3  # r, u, n.
+
+    @property
+    def cell(self) -> Callable:
+        """`cells.gru` with its switch set."""
+        return functools.partial(cells.gru, zigzag=self.zigzag)
+
+    def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        """As the base class, plus the bias that the reset gate multiplies."""
+        candidate_bias = jnp.zeros(self.hidden_size, self.param_dtype)
+        return {**super().init_gates(key, input_size), "candidate_bias": candidate_bias}
+
+
+class MogrifierElmanCell(Cell):
+    """Elman network whose x and h gate each other first."""
+
+    rounds: int = 5
+    num_gates: ClassVar[int] = 1
+
+    @property
+    def cell(self) -> Callable:
+        """`cells.elman` with its switch set."""
+        return functools.partial(cells.elman, zigzag=self.zigzag)
+
+
+CELLS: dict[str, Callable[..., Cell]] = {
+    "lstm": LSTMCell,
+    "mogrifier_lstm": MogrifierLSTMCell,
+    "mogrifier_no_zigzag": functools.partial(MogrifierLSTMCell, zigzag=False),
+    "mlstm": MLSTMCell,
+    "mogrifier_gru": MogrifierGRUCell,
+    "mogrifier_elman": MogrifierElmanCell,
+}
+
+
+class Mogrifier(nn.Module):
+    """The gating alone, for any two vectors: (x [..., D], h [..., H]) to the same shapes."""
+
+    rounds: int = 5
+    rank: int = 0
+    zigzag: bool = True
+    gate_bias: bool = True
+    dtype: Dtype = jnp.float32
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns x and h, each scaled by gates that read the other."""
+        check(
+            x.shape[:-1] == h.shape[:-1],
+            f"x {x.shape} and h {h.shape} must agree in all axes but the last",
+        )
+        sizes = [h.shape[-1], x.shape[-1]]
+        rounds = []
+        for i in range(1, self.rounds + 1):
+            size_in, size_out = sizes if i % 2 else sizes[::-1]
+            options = (size_in, size_out, self.rank, self.gate_bias, 1.0, self.param_dtype)
+            rounds.append(self.param(f"round_{i}", init_map, *options))
+        weights = recurrence.Taps(rounds, self.dtype).cast
+        return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
+
+
+class Layer(nn.Module):
+    """One cell over a window, time first.
+
+    `keep` is the state dropout mask: [B, H] for the whole window or [T, B, H], a new one for
+    each step. `valid` [T, B] is false beyond an example's end, where the output is zero and
+    the state stays as it is.
+    """
+
+    cell: Cell
+    fast: bool = True
+    remat_window: int | None = None
+    unroll: int = 1
+
+    def __call__(
+        self,
+        carry: Any,
+        xs: jax.Array,
+        keep: jax.Array | None = None,
+        scale: jax.Array | None = None,
+        valid: jax.Array | None = None,
+    ) -> tuple[Any, jax.Array]:
+        """(carry, xs [T, B, D]) to (carry, hs [T, B, H])."""
+        xs = xs.astype(self.cell.dtype)
+        self.cell.check_carry(carry, xs[0])
+        masks = {"keep": keep, "scale": scale, "valid": valid}
+        masks = {name: mask for name, mask in masks.items() if mask is not None}
+        moving = {name for name, mask in masks.items() if mask.ndim == 3 or name == "valid"}
+        scanned = {name: masks[name] for name in moving}
+        constant = {name: masks[name] for name in masks.keys() - moving}
+        if not self.fast:
+            run = nn.scan(
+                lambda cell, carry, inputs: _advance(cell, carry, inputs[0], inputs[1], constant),
+                variable_broadcast="params",
+                split_rngs={"params": False},
+                unroll=self.unroll,
+            )
+            return run(self.cell, carry, (xs, scanned))
+        weights, xs = cells.hoist(self.cell.weights(xs.shape[-1]), xs)
+        return recurrence.scan(
+            functools.partial(_step, self.cell.cell),
+            weights,
+            carry,
+            xs,
+            scanned,
+            constant,
+            dtype=self.cell.dtype,
+            remat_window=self.remat_window,
+            unroll=self.unroll,
+        )
+
+    def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
+        """As a call without dropout, and every gate at every step, [T, B, ...] each."""
+        xs = xs.astype(self.cell.dtype)
+        weights = recurrence.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
+
+        def body(carry, x):
+            carry, gates = self.cell.cell(weights, carry, x)
+            return carry, (carry.h, gates)
+
+        carry, (hs, gates) = jax.lax.scan(body, carry, xs)
+        return carry, hs, gates
+
+
+def _step(cell, params, carry, x, valid=None, **mask):
+    """A step of a pure cell, with what happens beyond an example's end."""
+    after, _ = cell(params, carry, x, **mask)
+    return _select(valid, after, carry)
+
+
+def _advance(module, carry, x, scanned, constant):
+    """The same through the Flax module, for the plain path."""
+    extras = {**scanned, **constant}
+    valid = extras.pop("valid", None)
+    after, _ = module(carry, x, **extras)
+    return _select(valid, after, carry)
+
+
+def _select(valid, after, before):
+    if valid is None:
+        return after, after.h
+    valid = valid[:, None]
+    carry = jax.tree.map(lambda new, old: jnp.where(valid, new, old), after, before)
+    return carry, jnp.where(valid, after.h, jnp.zeros_like(after.h))
+
+
+def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:
+    """A gating map: one matrix, or two factors whose product has a variance of about 1/in."""
+    check(
+        rank <= max(size_in, size_out),
+        f"rank {rank} is larger than both sides of a {size_in} x {size_out} gating matrix; "
+        f"use at most {max(size_in, size_out)}, or 0 for full rank",
+    )
+    params = {}
+    if rank <= 0:
+        params["kernel"] = truncated_normal(size_in, factor)(key, (size_in, size_out), dtype)
+    else:
+        draw = nn.initializers.truncated_normal((size_in * rank) ** -0.25)
+        down, up = jax.random.split(key)
+        params["down"] = draw(down, (size_in, rank), dtype)
+        params["up"] = draw(up, (rank, size_out), dtype)
+    if bias:
+        params["bias"] = jnp.zeros(size_out, dtype)
+    return params
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises a UsageError unless the condition holds."""
+    if not condition:
+        raise errors.UsageError(message)
