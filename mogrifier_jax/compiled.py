@@ -1,0 +1,311 @@
+"""What a compiled program will cost: cycles, collectives, memory, seconds.
+
+`analyse` walks the call graph of the optimised program (`hlo.py` reads it): an instruction counts
+as often as the loops around it turn, a conditional as its dearest branch, a fusion by its own
+estimate. The TPU compiler writes `estimated_cycles` on what its cores compute; collectives and
+asynchronous copies carry none, so they are listed with their bytes instead. GPU compilers estimate
+nothing: there, time is the roofline of each kernel, from the counts of `flops.py`.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+from mogrifier_jax import flops, hlo, targets
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+_COPIES = frozenset({"copy", "copy-done", "slice-done", "dynamic-slice-done"})
+_GROUPS = re.compile(r"replica_groups=(\{\{[\d,]*\}|\[[\d,]+\]|mesh\[[^\]]*\] \{[^}]*\})")
+_AXES = re.compile(r"'([^']*)'=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """One instruction and all its executions in one run of the program."""
+
+    name: str
+    opcode: str
+    op_name: str
+    executions: int
+    cycles_each: int | None  # None where the compiler made no estimate.
+    bytes_each: int  # Of the result.
+    traffic_each: int  # Bytes read and written.
+    flops_each: int  # Of matmuls; counted in GPU programs only.
+    single: bool  # Whether those matmuls have float32 operands.
+
+    @property
+    def cycles(self) -> int:
+        """Cycles of all executions."""
+        return self.executions * (self.cycles_each or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop: `trips` per entry (None: unknown, counted as one), `cycles` of all its entries."""
+
+    name: str
+    op_name: str
+    trips: int | None
+    entries: int
+    cycles: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective and all its executions; `bytes_each` is the whole array, not a shard."""
+
+    name: str
+    kind: str
+    op_name: str
+    executions: int
+    bytes_each: int
+    group_size: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all executions."""
+        return self.executions * self.bytes_each
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes each chip sends in all executions when the group forms a ring."""
+        if self.kind == "collective-permute":
+            return self.bytes
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * self.bytes * (self.group_size - 1) // self.group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """Costs of one run of a program on each chip."""
+
+    costs: tuple[Cost, ...]
+    loops: tuple[Loop, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimates summed; collectives and plain copies are not in it."""
+        return sum(cost.cycles for cost in self.costs)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes written by copies that carry no estimate; most run beside the computation."""
+        unestimated = (c for c in self.costs if c.opcode in _COPIES and c.cycles_each is None)
+        return sum(c.executions * c.bytes_each for c in unestimated)
+
+    @property
+    def unknown_loops(self) -> tuple[Loop, ...]:
+        """Loops whose trip count depends on data: their cost is a lower bound."""
+        return tuple(loop for loop in self.loops if loop.trips is None)
+
+    def top(self, n: int) -> list[Cost]:
+        """The n dearest instructions by cycles."""
+        return sorted(self.costs, key=lambda cost: cost.cycles, reverse=True)[:n]
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Executions and bytes of each kind of collective."""
+        sums: dict[str, tuple[int, int]] = {}
+        for one in self.collectives:
+            count, size = sums.get(one.kind, (0, 0))
+            sums[one.kind] = count + one.executions, size + one.bytes
+        return sums
+
+    def table(self, n: int = 25) -> str:
+        """Cycles, loops, collectives and the n dearest instructions, for reading."""
+        total = max(self.cycles, 1)
+        lines = [f"{self.cycles:,} cycles; {self.copied_bytes:,} bytes in copies without estimate"]
+        lines += [
+            f"  loop {loop.name}: {loop.trips} trips x {loop.entries}, {loop.cycles:,} cycles "
+            f"({loop.cycles / total:.1%})  {loop.op_name}"
+            for loop in self.loops
+        ]
+        lines += [
+            f"  {kind}: {count:,} executions, {size:,} bytes"
+            for kind, (count, size) in self.by_kind().items()
+        ]
+        lines += [f"{'cycles':>15} {'share':>6} {'times':>7} {'each':>11}  instruction"]
+        lines += [
+            f"{cost.cycles:15,} {cost.cycles / total:6.1%} {cost.executions:7,} "
+            f"{cost.cycles_each or 0:11,}  {cost.name}  {cost.op_name}"
+            for cost in self.top(n)
+        ]
+        return "\n".join(lines)
+
+
+def analyse(text: str) -> Analysis:
+    """Costs of the program in `compiled.as_text()`."""
+    program = hlo.parse(text)
+    unknown = [None] * len(program.entry.parameters)
+    walk = _Walk(program)
+    walk.computation(program.entry, unknown, 1)
+    return Analysis(tuple(walk.costs), tuple(walk.loops), tuple(walk.collectives))
+
+
+class _Walk:
+    """Gathers costs along the call graph."""
+
+    def __init__(self, program: hlo.Program):
+        self.program = program
+        self.costs: list[Cost] = []
+        self.loops: list[Loop] = []
+        self.collectives: list[Collective] = []
+
+    def computation(self, computation: hlo.Computation, arguments: list, executions: int) -> None:
+        """Adds everything one computation does in `executions` runs."""
+        evaluate = hlo.Evaluator(self.program, computation, arguments)
+        for i in computation.instructions.values():
+            if i.opcode == "while":
+                self._loop(i, evaluate(i.operands[0]), executions)
+            elif i.opcode == "conditional":
+                self._conditional(i, executions)
+            elif i.opcode in ("call", "async-start"):
+                inner = self._called(i)
+                self.computation(inner, [evaluate(o) for o in i.operands], executions)
+            else:
+                self._add(computation, i, executions)
+                if i.opcode == "fusion":
+                    self._fusion(i, executions)
+                if i.opcode.removesuffix("-start") in COLLECTIVES:
+                    self.collectives.append(_collective(computation, i, executions))
+
+    def _called(self, i: hlo.Instruction) -> hlo.Computation:
+        return self.program.computations[i.called.get("calls") or i.called["to_apply"]]
+
+    def _add(self, computation: hlo.Computation, i: hlo.Instruction, times: int) -> None:
+        moved = flops.traffic(self.program, computation, i)
+        if i.cycles is not None or moved:
+            dots = flops.dots(self.program, computation, i)
+            count, single = sum(dot.flops for dot in dots), any(dot.single for dot in dots)
+            row = (i.name, i.opcode, i.op_name, times, i.cycles, i.bytes, moved, count, single)
+            self.costs.append(Cost(*row))
+
+    def _fusion(self, i: hlo.Instruction, executions: int) -> None:
+        """Collectives inside a fusion; its own estimate covers everything else in it."""
+        inside = _Walk(self.program)
+        inside.computation(self._called(i), [], executions)
+        self.collectives += inside.collectives
+
+    def _loop(self, i: hlo.Instruction, init: hlo.Value, executions: int) -> None:
+        trips = hlo.trip_count(self.program, i, init)
+        inside = executions * (1 if trips is None else trips)
+        body = self.program.computations[i.called["body"]]
+        condition = self.program.computations[i.called["condition"]]
+        constant = hlo.invariants(body, init)
+        before, place = len(self.costs), len(self.loops)
+        if inside:
+            self.computation(body, [constant], inside)
+            self.computation(condition, [constant], inside)
+        cycles = sum(cost.cycles for cost in self.costs[before:])
+        # Outer loops stand before the loops inside them.
+        self.loops.insert(place, Loop(i.name, i.op_name, trips, executions, cycles))
+
+    def _conditional(self, i: hlo.Instruction, executions: int) -> None:
+        branches = []
+        for name in i.called.values():
+            branch = _Walk(self.program)
+            branch.computation(self.program.computations[name], [], executions)
+            branches.append(branch)
+        dearest = max(branches, key=lambda branch: sum(cost.cycles for cost in branch.costs))
+        self.costs += dearest.costs
+        self.loops += dearest.loops
+        self.collectives += dearest.collectives
+
+
+def _collective(computation: hlo.Computation, i: hlo.Instruction, executions: int) -> Collective:
+    kind = i.opcode.removesuffix("-start")
+    size = sum(computation.instructions[o].bytes for o in i.operands)
+    group = 2 if kind == "collective-permute" else _group_size(i.attributes)
+    if kind == "all-gather":
+        size *= group
+    return Collective(i.name, kind, i.op_name, executions, size, group)
+
+
+def _group_size(attributes: str) -> int:
+    """Members of a replica group, in any of the three ways XLA writes groups."""
+    found = _GROUPS.search(attributes)
+    if not found:
+        return 1
+    groups = found[1]
+    if groups.startswith("{{"):
+        return groups.count(",") + 1
+    if groups.startswith("["):
+        return int(groups.strip("[]").split(",")[-1])
+    sizes = dict(_AXES.findall(groups))
+    used = re.findall(r"'([^']*)'", groups[groups.index("]") :])
+    return math.prod(int(sizes[axis]) for axis in used)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each chip, by kind."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # Outputs that reuse the room of donated arguments.
+    temporaries: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """What must fit beside the code."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """The compiler's own account of a program's memory."""
+    stats: Any = compiled.memory_analysis()
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def compute_seconds(analysis: Analysis, chip: targets.Chip) -> float:
+    """Time without collectives: the TPU compiler's cycles, or the sum of the kernels' rooflines."""
+    if chip.kind == "tpu":
+        return analysis.cycles / chip.clock
+    return sum(cost.executions * _roofline(cost, chip) for cost in analysis.costs)
+
+
+def _roofline(cost: Cost, chip: targets.Chip) -> float:
+    """The slower of arithmetic and memory, and the start of the kernel."""
+    peak = chip.peak_flops / 2 if cost.single else chip.peak_flops  # TF32 runs at half the rate.
+    return chip.launch + max(cost.flops_each / peak, cost.traffic_each / chip.memory_bandwidth)
+
+
+def collective_seconds(analysis: Analysis, target: targets.Target) -> float:
+    """Time of all collectives, as rings, one after the other: what overlaps makes it less."""
+    total = 0.0
+    for one in analysis.collectives:
+        bandwidth, hops = targets.ring(target, one.group_size)
+        hops *= 2 if one.kind == "all-reduce" else 1
+        total += one.wire_bytes / bandwidth + one.executions * hops * target.chip.link_latency
+    return total
+
+
+_EXHAUSTED = re.compile(
+    r"(?:required for HLO temporaries \(|Used )([\d.]+)([KMGT]?)\)?(?: exceeds| of)"
+)
+
+
+def exhausted(message: str) -> int | None:
+    """Bytes a program asked for when its compiler refused it for lack of memory, else None."""
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    found = _EXHAUSTED.search(message)
+    return round(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0

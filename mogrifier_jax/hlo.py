@@ -1,0 +1,299 @@
+"""Reads the text of a compiled program: computations, shapes, loop trip counts.
+
+`parse` turns the optimised HLO text of any backend into instructions grouped by computation;
+`trip_count` finds how often a loop runs by running the few integers its condition reads.
+`compiled.py` adds up costs along the call graph that is read here.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-~]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-~]+) = ")
+_OPCODE = re.compile(r"([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-~]+)")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<=]*)\]")
+_LAYOUT = re.compile(r"\{[^{}]*\}")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-~]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+# A loop that has not ended by then is treated as one of unknown length.
+MAX_TRIPS = 1_000_000
+
+_PASS_THROUGH = frozenset({"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"})
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+    "and": operator.and_,
+    "or": operator.or_,
+}
+_COMPARE: dict[str, Callable[[int, int], int]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+
+# What is known of a value: an integer, a tuple of such values, or nothing.
+Value = int | tuple | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation; `attributes` is everything after the operands."""
+
+    name: str
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+
+    @functools.cached_property
+    def cycles(self) -> int | None:
+        """XLA's estimate for one execution, where it made one (TPU only)."""
+        found = _CYCLES.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """The path of the jax operation this came from."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    @functools.cached_property
+    def called(self) -> dict[str, str]:
+        """Computations this calls, by role."""
+        roles = dict(_CALLED.findall(self.attributes))
+        if found := _BRANCHES.search(self.attributes):
+            names = _NAME.findall(found[1])
+            roles |= {f"branch_{i}": name for i, name in enumerate(names)}
+        return roles
+
+    @property
+    def bytes(self) -> int:
+        """Size of the result, every element of a tuple included."""
+        return sum(array.bytes for array in arrays(self.shape))
+
+    def attribute(self, name: str) -> str:
+        """The value of a plain attribute, such as `index` or `direction`; empty if absent."""
+        found = re.search(rf"\b{name}=([\w\-]+)", self.attributes)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in program order, by name."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Parameters by number."""
+        found = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {int(i.literal): i for i in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A whole module."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Element type and dimensions of one array in a shape."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Size without padding."""
+        return math.ceil(self.size * _bits(self.dtype) / 8)
+
+
+def _bits(dtype: str) -> int:
+    """Width of an element type; tokens and opaque values take no room."""
+    if dtype == "pred":
+        return 8
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else 0
+
+
+def arrays(shape: str) -> list[Array]:
+    """All arrays in a shape, tuples flattened."""
+    return [
+        Array(dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d))
+        for dtype, dims in _ARRAY.findall(_LAYOUT.sub("", shape))
+    ]
+
+
+def parse(text: str) -> Program:
+    """Reads `compiled.as_text()`."""
+    computations: dict[str, Computation] = {}
+    entry = None
+    name, rows, root = "", {}, None
+    for line in text.splitlines():
+        if line.startswith("}") and root is not None:
+            computations[name] = Computation(name, rows, root)
+            rows, root = {}, None
+        elif found := _INSTRUCTION.match(line):
+            instruction = _instruction(found[2], line[found.end() :])
+            rows[instruction.name] = instruction
+            root = instruction if found[1] else root
+        elif found := _HEADER.match(line):
+            name, rows, root = found[2], {}, None
+            entry = name if found[1] else entry
+    if entry is None:
+        raise ValueError("the text holds no ENTRY computation: it is not a whole HLO module")
+    return Program(computations, computations[entry])
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+    """Splits `shape opcode(operands), attributes`."""
+    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    found = _OPCODE.match(rest)
+    if not found:
+        raise ValueError(f"cannot read the instruction {name!r}: {rest[:80]!r}")
+    rest = rest[found.end() - 1 :]
+    end = _closing(rest)
+    inside = rest[1:end]
+    return Instruction(name, found[1], shape, tuple(_NAME.findall(inside)), inside, rest[end + 1 :])
+
+
+def _closing(text: str) -> int:
+    """Where the bracket that opens `text` closes."""
+    depth = 0
+    for found in re.finditer(r'[()]|"(?:[^"\\]|\\.)*"', text):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
+    raise ValueError(f"unbalanced brackets: {text[:80]!r}")
+
+
+class Evaluator:
+    """Integer values in one computation, given what is known of its parameters."""
+
+    def __init__(self, program: Program, computation: Computation, arguments: Sequence[Value]):
+        self.program = program
+        self.computation = computation
+        self.arguments = arguments
+        self._known: dict[str, Value] = {}
+
+    def __call__(self, name: str) -> Value:
+        """The value of an instruction, or None if it depends on more than integers."""
+        if name not in self._known:
+            self._known[name] = self._evaluate(self.computation.instructions[name])
+        return self._known[name]
+
+    def _evaluate(self, i: Instruction) -> Value:
+        if i.opcode == "constant":
+            return _literal(i.literal)
+        if i.opcode == "parameter":
+            number = int(i.literal)
+            return self.arguments[number] if number < len(self.arguments) else None
+        if i.opcode == "tuple":
+            return tuple(self(o) for o in i.operands)
+        if i.opcode == "get-tuple-element":
+            value, index = self(i.operands[0]), int(i.attribute("index"))
+            return value[index] if isinstance(value, tuple) else None
+        if i.opcode in _PASS_THROUGH:
+            return self(i.operands[0])
+        if i.opcode in ("fusion", "call"):
+            inner = self.program.computations[i.called.get("calls") or i.called["to_apply"]]
+            values = [self(o) for o in i.operands]
+            return Evaluator(self.program, inner, values)(inner.root.name)
+        if i.opcode == "while":
+            body = self.program.computations[i.called["body"]]
+            return invariants(body, self(i.operands[0]))
+        if i.opcode == "not":
+            value = self(i.operands[0])
+            return int(not value) if isinstance(value, int) else None
+        known = _ARITHMETIC.get(i.opcode)
+        if i.opcode == "compare":
+            known = _COMPARE[i.attribute("direction")]
+        if known is None:
+            return None
+        left, right = (self(o) for o in i.operands)
+        if not isinstance(left, int) or not isinstance(right, int):
+            return None
+        return int(known(left, right))
+
+
+def _literal(text: str) -> Value:
+    """The integer of a scalar constant."""
+    if text in ("true", "false"):
+        return int(text == "true")
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def invariants(body: Computation, init: Value) -> Value:
+    """The initial tuple of a loop with everything its body may change forgotten."""
+    if not isinstance(init, tuple) or body.root.opcode != "tuple":
+        return None
+    kept = []
+    for index, name in enumerate(body.root.operands):
+        origin = body.instructions[name]
+        while origin.opcode in _PASS_THROUGH:
+            origin = body.instructions[origin.operands[0]]
+        same = (
+            origin.opcode == "get-tuple-element"
+            and int(origin.attribute("index")) == index
+            and body.instructions[origin.operands[0]].opcode == "parameter"
+        )
+        kept.append(init[index] if same else None)
+    return tuple(kept)
+
+
+def trip_count(program: Program, loop: Instruction, init: Value) -> int | None:
+    """How often a `while` runs its body from the tuple `init`; None if that depends on data."""
+    if found := _TRIPS.search(loop.attributes):
+        return int(found[1])
+    condition = program.computations[loop.called["condition"]]
+    body = program.computations[loop.called["body"]]
+    state = init
+    for trips in range(MAX_TRIPS):
+        go_on = Evaluator(program, condition, [state])(condition.root.name)
+        if not isinstance(go_on, int):
+            return None
+        if not go_on:
+            return trips
+        state = _advance(program, body, state)
+    return None
+
+
+def _advance(program: Program, body: Computation, state: Value) -> Value:
+    """One turn of the loop, for the integers alone."""
+    evaluate = Evaluator(program, body, [state])
+    if body.root.opcode != "tuple" or not isinstance(state, tuple):
+        return evaluate(body.root.name)
+    # What was unknown stays so, and costs no time.
+    return tuple(
+        None if old is None else evaluate(name)
+        for old, name in zip(state, body.root.operands, strict=True)
+    )

@@ -1,0 +1,303 @@
+"""Chips and the ways they are wired: what a name such as `v5e:4x4` or `h100:8` stands for.
+
+`parse` reads the name, `describe` asks the vendor's compiler for that topology (no chip is
+needed), `mesh` lays ("data", "model") over it. Rates are the vendors' published ones, memory is
+what the compiler itself leaves to a program. `compiled.py` turns programs into costs.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils, topologies
+
+from mogrifier_jax import errors
+
+_GIB = 1024**3
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One accelerator. Rates are per second and per chip; links count one direction."""
+
+    generation: str
+    kind: str  # "tpu" or "gpu".
+    memory: int  # Bytes a program can use.
+    peak_flops: float  # Dense bfloat16.
+    memory_bandwidth: float
+    link_bandwidth: float  # TPU: along one axis of the torus, both ways round; GPU: NVLink or PCIe.
+    link_latency: float  # Seconds for one hop.
+    clock: float  # Of the cycles in the compiler's estimates.
+    launch: float = 0.0  # Seconds to start a kernel.
+    network_bandwidth: float = 0.0  # GPU: to other hosts.
+    torus: int = 0  # TPU: axes of the torus.
+    full_side: int = 0  # TPU: sides that are a multiple of this close into a ring.
+
+
+# Memory in GiB, TFLOP/s, operations a cycle, GB/s of memory and of one torus axis, axes, side of a
+# ring. Operations a cycle are the power of two above the best that the compiler's estimate of a
+# large matmul reaches; with the peak they give a clock. v4 and v5p have two cores that act as one.
+_TPUS = {
+    "v4": (30.75, 275, 2**18, 1200, 90, 3, 4),
+    "v5e": (15.75, 197, 2**17, 810, 90, 2, 16),
+    "v5p": (95.74, 459, 2**18, 2765, 180, 3, 4),
+    "v6e": (31.25, 918, 2**19, 1638, 180, 2, 16),
+}
+# Memory in bytes, TFLOP/s, GHz, GB/s of memory, of links within a host, and of the network.
+_GPUS = {
+    "a100": (42_331_013_120, 312, 1.41, 1555, 300, 25),
+    "a100-80g": (85_094_825_984, 312, 1.41, 2039, 300, 25),
+    "h100": (84_942_979_072, 989, 1.98, 3352, 450, 50),
+    "l4": (23_600_000_000, 121, 2.04, 300, 25, 12),
+}
+
+
+def _tpu(name: str) -> Chip:
+    gib, tflops, flops_per_cycle, memory_bandwidth, link_bandwidth, torus, full_side = _TPUS[name]
+    return Chip(
+        generation=name,
+        kind="tpu",
+        memory=int(gib * _GIB),
+        peak_flops=tflops * 1e12,
+        memory_bandwidth=memory_bandwidth * 1e9,
+        link_bandwidth=link_bandwidth * 1e9,
+        link_latency=1e-6,
+        clock=tflops * 1e12 / flops_per_cycle,
+        torus=torus,
+        full_side=full_side,
+    )
+
+
+def _gpu(name: str) -> Chip:
+    memory, tflops, clock, memory_bandwidth, link_bandwidth, network_bandwidth = _GPUS[name]
+    return Chip(
+        generation=name,
+        kind="gpu",
+        memory=memory,
+        peak_flops=tflops * 1e12,
+        memory_bandwidth=memory_bandwidth * 1e9,
+        link_bandwidth=link_bandwidth * 1e9,
+        link_latency=2e-6,
+        clock=clock * 1e9,
+        launch=2e-6,
+        network_bandwidth=network_bandwidth * 1e9,
+    )
+
+
+CHIPS = {name: _tpu(name) for name in _TPUS} | {name: _gpu(name) for name in _GPUS}
+
+_PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_LARGEST = {"v4": 4096, "v5p": 6144}
+_GPUS_PER_HOST = 8
+
+# What the CUDA compiler asks of a device: compute capability, streaming multiprocessors, FP32 units
+# and resident threads of each, shared memory of each and of one block, L2 cache, device name.
+_CUDA = {
+    "a100": ((8, 0), 108, 64, 2048, 167_936, 166_912, 41_943_040, "NVIDIA A100-SXM4-40GB"),
+    "a100-80g": ((8, 0), 108, 64, 2048, 167_936, 166_912, 41_943_040, "NVIDIA A100-SXM4-80GB"),
+    "h100": ((9, 0), 132, 128, 2048, 233_472, 232_448, 52_428_800, "NVIDIA H100 80GB HBM3"),
+    "l4": ((8, 9), 58, 128, 1536, 102_400, 101_376, 50_331_648, "NVIDIA L4"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Chips of one generation in a shape: the sides of a TPU slice, or (hosts, GPUs per host)."""
+
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_chips(self) -> int:
+        """Chips in all; each is one device."""
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """The name `parse` reads."""
+        if self.chip.kind == "gpu":
+            return f"{self.chip.generation}:{self.num_chips}"
+        return f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
+
+
+def parse(name: str) -> Target:
+    """Reads `generation:shape`: `v5e:4x4`, `v5p:2x2x1`, `h100:8`."""
+    generation, _, shape = name.partition(":")
+    if generation not in CHIPS:
+        raise errors.UsageError(
+            f"topology {name!r} names no known chip; use one of {', '.join(CHIPS)}, "
+            "such as v5e:4x4, v5p:2x2x1 or h100:8"
+        )
+    chip = CHIPS[generation]
+    try:
+        sides = tuple(int(side) for side in shape.split("x"))
+    except ValueError:
+        sides = ()
+    if chip.kind == "gpu":
+        return Target(chip, _hosts(name, sides))
+    allowed = sides in (_PLANES if chip.torus == 2 else _CUBES)
+    if not allowed and not _whole_cubes(chip, sides):
+        raise errors.UsageError(f"topology {name!r} is not a slice of {generation}; {_known(chip)}")
+    return Target(chip, sides)
+
+
+def _hosts(name: str, sides: tuple[int, ...]) -> tuple[int, int]:
+    """GPUs as (hosts, GPUs of each)."""
+    count = sides[0] if len(sides) == 1 else 0
+    if count < 1 or (count > _GPUS_PER_HOST and count % _GPUS_PER_HOST):
+        raise errors.UsageError(
+            f"topology {name!r} needs a number of GPUs from 1 to {_GPUS_PER_HOST} or a multiple of "
+            f"{_GPUS_PER_HOST}, such as {name.partition(':')[0]}:{_GPUS_PER_HOST}"
+        )
+    return max(count // _GPUS_PER_HOST, 1), min(count, _GPUS_PER_HOST)
+
+
+def _whole_cubes(chip: Chip, sides: tuple[int, ...]) -> bool:
+    """Larger 3-D slices are built from 4x4x4 cubes."""
+    whole = len(sides) == 3 and all(side > 0 and side % 4 == 0 for side in sides)
+    return chip.torus == 3 and whole and math.prod(sides) <= _LARGEST[chip.generation]
+
+
+def _known(chip: Chip) -> str:
+    shapes = _PLANES if chip.torus == 2 else _CUBES
+    known = ", ".join("x".join(map(str, shape)) for shape in shapes)
+    if chip.torus == 2:
+        return f"use one of {known}"
+    largest = _LARGEST[chip.generation]
+    return f"use one of {known}, or three multiples of 4 with at most {largest} chips"
+
+
+def describe(target: Target) -> topologies.TopologyDescription:
+    """The topology as its compiler knows it. No accelerator is touched, not even a present one."""
+    # As jax's backend either compiler looks for hardware; beside a CPU backend it does not.
+    jax.config.update("jax_platforms", "cpu")
+    topology = _describe_tpu(target) if target.chip.kind == "tpu" else _describe_gpu(target)
+    if len(topology.devices) != target.num_chips:
+        raise RuntimeError(
+            f"{target.name} has {target.num_chips} chips, the compiler sees {len(topology.devices)}"
+        )
+    return topology
+
+
+def _describe_tpu(target: Target) -> topologies.TopologyDescription:
+    if importlib.util.find_spec("libtpu") is None:
+        raise errors.UsageError(
+            f"topology {target.name!r} needs the TPU compiler, which is not installed; "
+            "run `pip install .[tpu]` (no TPU is needed)"
+        )
+    # Read when the library loads: it is not to ask the cloud where it runs, nor to complain.
+    for variable, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+    ):
+        os.environ.setdefault(variable, value)
+    options: dict[str, Any] = {}
+    if target.num_chips == 1:
+        options["chips_per_host_bounds"] = [1, 1, 1]  # By default a host has 2x2 chips.
+    if target.chip.generation == "v4":
+        options["chip_config_name"] = "megacore"  # One device a chip, as Cloud TPU runs it.
+    return topologies.get_topology_desc(platform="tpu", topology_name=target.name, **options)
+
+
+def _describe_gpu(target: Target) -> topologies.TopologyDescription:
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if not any(importlib.util.find_spec(plugin) for plugin in plugins):
+        raise errors.UsageError(
+            f"topology {target.name!r} needs the CUDA compiler, which is not installed; "
+            "run `pip install .[cuda]` (no GPU is needed)"
+        )
+    hosts, gpus = target.shape
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=_textproto(target.chip), topology=f"1x{hosts}x{gpus}"
+    )
+
+
+def _textproto(chip: Chip) -> str:
+    """A GPU in the words of XLA's GpuTargetConfigProto."""
+    capability, cores, units, threads, shared, shared_block, cache, name = _CUDA[chip.generation]
+    device = {
+        "core_count": cores,
+        "fpus_per_core": units,
+        "threads_per_core_limit": threads,
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_core": shared,
+        "shared_memory_per_block": 49_152,
+        "shared_memory_per_block_optin": shared_block,
+        "registers_per_core_limit": 65_536,
+        "registers_per_block_limit": 65_536,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65_535,
+        "block_dim_limit_z": 65_535,
+        "l2_cache_size": cache,
+        "clock_rate_ghz": chip.clock / 1e9,
+        "memory_bandwidth": int(chip.memory_bandwidth),
+        "device_memory_size": chip.memory,
+    }
+    lines = "\n".join(f"  {key}: {value}" for key, value in device.items())
+    major, minor = capability
+    return f"""gpu_device_info {{
+{lines}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
+"""
+
+
+def mesh(target: Target, data: int, model: int) -> jax.sharding.Mesh:
+    """A ("data", "model") mesh over the described chips, neighbours in the torus kept together."""
+    if data * model != target.num_chips or data < 1:
+        raise errors.UsageError(
+            f"a mesh of data={data} x model={model} does not cover the {target.num_chips} chips of "
+            f"{target.name}; data x model can be {_or_list(splits(target))}"
+        )
+    devices = _devices(target)
+    grid = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    return jax.sharding.Mesh(grid, ("data", "model"), axis_types=auto)
+
+
+@functools.cache
+def _devices(target: Target) -> list[Any]:
+    """Described once: two descriptions of a target have devices that do not mix."""
+    return list(describe(target).devices)
+
+
+def splits(target: Target) -> list[tuple[int, int]]:
+    """All (data, model) sizes that cover the chips, most data-parallel first."""
+    chips = target.num_chips
+    return [(chips // model, model) for model in range(1, chips + 1) if chips % model == 0]
+
+
+def _or_list(pairs: list[tuple[int, int]]) -> str:
+    shown = [f"{data}x{model}" for data, model in pairs]
+    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def ring(target: Target, group: int) -> tuple[float, int]:
+    """Bytes per second and hops of a ring collective among `group` chips.
+
+    On a torus a group larger than a side spans several axes and uses the links of all of them; a
+    side that does not close into a ring has half the bandwidth. GPUs of two hosts use the network.
+    """
+    chip = target.chip
+    if chip.kind == "gpu":
+        inside = group <= target.shape[-1]
+        return (chip.link_bandwidth if inside else chip.network_bandwidth), group - 1
+    sides = sorted(target.shape, reverse=True)
+    products = itertools.accumulate(sides, lambda a, b: a * b)
+    axes = next((n for n, chips in enumerate(products, start=1) if chips >= group), len(sides))
+    used = sides[:axes]
+    closed = sum(1.0 if side % chip.full_side == 0 else 0.5 for side in used if side > 1)
+    hops = math.ceil(axes * (group ** (1 / axes) - 1))
+    return chip.link_bandwidth * max(closed, 0.5), hops
