@@ -1,0 +1,448 @@
+"""LanguageModel and EncoderDecoder: embed, recurrent stack, softmax, nats per token.
+
+Axes: B batch, T time, E embedding (input and output alike), H hidden, V vocabulary, C
+components of a mixture of softmaxes. Tokens and results are [B, T]; inside, time comes
+first, as the recurrence wants it. Dropout rates are values, not switches: they may be
+traced, and `None` takes the operation away.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mogrifier_jax import cells, layers
+
+Dtype = Any
+check = layers.check
+
+
+class Dropout(NamedTuple):
+    """Probabilities of dropping; None where there is no dropout at all."""
+
+    input: Any = None  # On embedded tokens.
+    inter_layer: Any = None  # On what one layer hands to the next.
+    state: Any = None  # On the previous h as the gates read it.
+    output: Any = None  # On the summed output of the layers.
+    downprojected: Any = None  # Once more after a projection or mixture.
+
+
+def dropout(rate: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    """Inverted dropout with a rate that may be traced."""
+    keep = keep_mask(rate, x.shape, key)
+    return jnp.where(keep, x * keep_scale(rate, x.dtype), jnp.zeros_like(x))
+
+
+def keep_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """True with probability 1 - rate."""
+    return jax.random.bernoulli(key, 1 - jnp.asarray(rate, jnp.float32), shape)
+
+
+def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
+    """What makes up for the dropped: 1 / (1 - rate)."""
+    return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
+
+
+def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
+    """Truncated normal whose real deviation is sqrt(factor / fan): lamb's embeddings."""
+    return nn.initializers.truncated_normal((factor / fan) ** 0.5 / 0.87962566)
+
+
+class Stack(nn.Module):
+    """Layers of one cell over a window, combined as `output` says."""
+
+    num_layers: int
+    hidden_size: int
+    cell: str = "mogrifier_lstm"
+    cell_options: Mapping[str, Any] = ()  # Splatted into the cell.
+    output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
+    state_mask: str = "window"  # State dropout: one mask for the "window" or for each "step".
+    trainable_initial_state: bool = False
+    fast: bool = True
+    remat_window: int | None = None
+    unroll: int = 1
+    dtype: Dtype = jnp.float32
+
+    def setup(self):
+        check(self.num_layers >= 1, f"num_layers {self.num_layers} must be at least 1")
+        check(
+            self.cell in layers.CELLS,
+            f"cell {self.cell!r} is not known; use one of {', '.join(layers.CELLS)}",
+        )
+        check(
+            self.output in ("sum", "residual", "last"),
+            f"output {self.output!r} is not known; use 'sum', 'residual' or 'last'",
+        )
+        check(
+            self.state_mask in ("window", "step"),
+            f"state_mask {self.state_mask!r} is not known; use 'window' or 'step'",
+        )
+        make = functools.partial(layers.CELLS[self.cell], **dict(self.cell_options))
+        self.layers = [
+            layers.Layer(
+                make(self.hidden_size, dtype=self.dtype, parent=None),
+                fast=self.fast,
+                remat_window=self.remat_window,
+                unroll=self.unroll,
+            )
+            for _ in range(self.num_layers)
+        ]
+        if self.trainable_initial_state:
+            self.initial_state = self.param("initial_state", self.init_initial_state)
+
+    def zero_carry(self, batch_size: int) -> tuple[Any, ...]:
+        """A zero carry for each layer."""
+        make = layers.CELLS[self.cell](self.hidden_size, dtype=self.dtype, parent=None)
+        zero = make.initialize_carry(None, (batch_size, self.hidden_size))
+        return (zero,) * self.num_layers
+
+    def init_initial_state(self, key: jax.Array) -> tuple[Any, ...]:
+        """Zeros, to be trained."""
+        del key
+        return jax.tree.map(lambda a: cells.widen(a[0]), self.zero_carry(1))
+
+    def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
+        """What a sequence starts from: zeros, or the trained initial state."""
+        zeros = self.zero_carry(batch_size)
+        if not self.trainable_initial_state:
+            return zeros
+        return jax.tree.map(lambda v, z: cells.stretch(v, z), self.initial_state, zeros)
+
+    def __call__(
+        self,
+        carry: tuple[Any, ...],
+        xs: jax.Array,
+        valid: jax.Array | None = None,
+        rates: Dropout = Dropout(),
+    ) -> tuple[tuple[Any, ...], jax.Array]:
+        """(carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
+        check(
+            len(carry) == self.num_layers,
+            f"carry has {len(carry)} layers and the model {self.num_layers}; "
+            "make one with initial_carry",
+        )
+        carries, total = [], None
+        for index, layer in enumerate(self.layers):
+            if index and rates.inter_layer is not None:
+                xs = dropout(rates.inter_layer, xs, self.make_rng("dropout"))
+            mask = self.draw_state_mask(rates.state, xs.shape)
+            last, hs = layer(carry[index], xs, **mask, valid=valid)
+            carries.append(last)
+            if self.output == "residual" and index:
+                hs = total + hs
+            total = total + hs if self.output == "sum" and index else hs
+            xs = hs
+        return tuple(carries), total
+
+    def draw_state_mask(self, rate: Any, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """One mask for each layer, drawn outside the recurrence."""
+        if rate is None:
+            return {}
+        steps = shape[:1] if self.state_mask == "step" else ()
+        mask_shape = (*steps, shape[1], self.hidden_size)
+        keep = keep_mask(rate, mask_shape, self.make_rng("dropout"))
+        return {"keep": keep, "scale": keep_scale(rate, jnp.float32)}
+
+    def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
+        """Every gate of every layer, [T, B, ...] each."""
+        carries, found, total = [], [], None
+        for index, layer in enumerate(self.layers):
+            last, hs, gates = layer.gates(carry[index], xs)
+            carries.append(last)
+            found.append(gates)
+            xs = total + hs if self.output == "residual" and index else hs
+            total = xs
+        return tuple(carries), found
+
+
+class LanguageModel(nn.Module):
+    """Tokens to nats. All sizes are explicit; `sizing.py` finds them from a budget."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    num_layers: int = 2
+    cell: str = "mogrifier_lstm"
+    cell_options: Mapping[str, Any] = ()
+    tied_embeddings: bool = False
+    mixture_components: int = 0  # 0: an ordinary softmax.
+    output: str = "sum"
+    state_mask: str = "window"
+    trainable_initial_state: bool = False
+    fast: bool = True
+    remat_window: int | None = None
+    unroll: int = 1
+    max_logits: int = 1 << 26  # More logits than this are never in memory at once.
+    dtype: Dtype = jnp.float32
+
+    def setup(self):
+        sizes = dict(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            embedding_size=self.embedding_size,
+        )
+        for name, size in sizes.items():
+            check(size >= 1, f"{name} {size} must be at least 1")
+        check(
+            self.mixture_components == 0 or self.mixture_components >= 2,
+            f"mixture_components {self.mixture_components} must be 0 (an ordinary softmax) or "
+            "at least 2",
+        )
+        self.embedding = self.param(
+            "embedding", normal_by_fan(self.embedding_size), (self.vocab_size, self.embedding_size)
+        )
+        self.stack = Stack(
+            self.num_layers,
+            self.hidden_size,
+            self.cell,
+            self.cell_options,
+            self.output,
+            self.state_mask,
+            self.trainable_initial_state,
+            self.fast,
+            self.remat_window,
+            self.unroll,
+            self.dtype,
+        )
+        self.softmax = Softmax(
+            self.vocab_size,
+            self.hidden_size,
+            self.embedding_size,
+            self.mixture_components,
+            self.tied_embeddings,
+            self.max_logits,
+            self.dtype,
+        )
+
+    def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
+        """(inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
+        return self.logits(inputs, carry)
+
+    def initial_carry(self, batch_size: int) -> Any:
+        """What a stream starts from."""
+        return self.stack.initial_carry(batch_size)
+
+    def nats(
+        self,
+        inputs: jax.Array,
+        targets: jax.Array,
+        carry: Any = None,
+        lengths: jax.Array | None = None,
+        rates: Dropout | None = None,
+        temperature: Any = 1.0,
+    ) -> tuple[jax.Array, Any]:
+        """-log p(target) [B, T], zero beyond `lengths`, and the carry at each example's end.
+
+        `temperature` multiplies the logits, so that values below 1 flatten.
+        """
+        rates = rates or Dropout()
+        check(
+            inputs.ndim == 2 and inputs.shape == targets.shape,
+            f"inputs {inputs.shape} and targets {targets.shape} must both be [batch, time]",
+        )
+        valid = None if lengths is None else _valid(lengths, inputs.shape[1])
+        carry, hs = self.run(inputs, carry, valid, rates)
+        nats = self.softmax.nats(hs, targets.T, self.embedding, rates, temperature)
+        if valid is not None:
+            nats = jnp.where(valid, nats, 0.0)
+        return nats.T, carry
+
+    def logits(
+        self, inputs: jax.Array, carry: Any = None, temperature: Any = 1.0
+    ) -> tuple[jax.Array, Any]:
+        """Unnormalised log-probabilities [B, T, V] without dropout, and the carry."""
+        carry, hs = self.run(inputs, carry, None, Dropout())
+        logits = self.softmax.logits(hs, self.embedding, temperature)
+        return jnp.swapaxes(logits, 0, 1), carry
+
+    def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
+        """What every gate of every layer does, [T, B, ...]: f, i, j, o, c and the rounds."""
+        carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
+        carry, gates = self.stack.gates(carry, self.embed(inputs, Dropout()))
+        return gates, carry
+
+    def run(self, inputs, carry, valid, rates):
+        """Tokens [B, T] to the stack's outputs [T, B, H]."""
+        carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
+        return self.stack(carry, self.embed(inputs, rates), valid, rates)
+
+    def embed(self, inputs: jax.Array, rates: Dropout) -> jax.Array:
+        """Tokens [B, T] to [T, B, E]."""
+        xs = jnp.take(self.embedding.astype(self.dtype), inputs.T, axis=0)
+        if rates.input is not None:
+            xs = dropout(rates.input, xs, self.make_rng("dropout"))
+        return xs
+
+
+class Softmax(nn.Module):
+    """From the stack's outputs [T, B, H] to logits or nats."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    mixture_components: int
+    tied_embeddings: bool
+    max_logits: int
+    dtype: Dtype
+
+    def setup(self):
+        hidden, size, count = self.hidden_size, self.embedding_size, self.mixture_components
+        if count:
+            draw = normal_by_fan(hidden)
+            self.projection = self.param("projection", draw, (hidden, count, size))
+            self.projection_bias = self.param("projection_bias", _zeros, (count, size))
+            self.mixture = self.param("mixture", draw, (hidden, count))
+        elif size != hidden:
+            self.projection = self.param("projection", nn.initializers.orthogonal(), (hidden, size))
+        if not self.tied_embeddings:
+            self.kernel = self.param("kernel", normal_by_fan(size), (size, self.vocab_size))
+        self.bias = self.param("bias", _zeros, (self.vocab_size,))
+
+    def nats(self, hs, targets, embedding, rates, temperature) -> jax.Array:
+        """-log p(target) [T, B]; at most `max_logits` logits exist at a time."""
+        us, log_weights = self.features(hs, rates)
+        score = functools.partial(self.score, self.matrix(embedding), temperature)
+        steps, batch = targets.shape
+        components = max(1, self.mixture_components)
+        most = max(1, self.max_logits // (batch * components * self.vocab_size))
+        if most >= steps:
+            return score(us, log_weights, targets)
+        chunks = -(-steps // most)
+        size = -(-steps // chunks)
+        padding = chunks * size - steps
+
+        def cut(a):
+            a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+            return a.reshape(chunks, size, *a.shape[1:])
+
+        parts = jax.tree.map(cut, (us, log_weights, targets))
+        nats = jax.lax.map(jax.checkpoint(lambda part: score(*part)), parts)
+        return nats.reshape(chunks * size, batch)[:steps]
+
+    def logits(self, hs, embedding, temperature) -> jax.Array:
+        """Unnormalised log-probabilities [T, B, V]."""
+        us, log_weights = self.features(hs, Dropout())
+        logits = self.component_logits(self.matrix(embedding), temperature, us)
+        if log_weights is None:
+            return logits
+        return jax.nn.logsumexp(jax.nn.log_softmax(logits) + log_weights[..., None], axis=-2)
+
+    def features(self, hs, rates):
+        """What is compared with the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
+        if rates.output is not None:
+            hs = dropout(rates.output, hs, self.make_rng("dropout"))
+        log_weights = None
+        if self.mixture_components:
+            us = jnp.tanh(
+                cells.project(hs, self.projection.astype(self.dtype), self.projection_bias)
+            )
+            us = us.astype(self.dtype)
+            log_weights = jax.nn.log_softmax(cells.project(hs, self.mixture.astype(self.dtype)))
+        elif self.embedding_size != self.hidden_size:
+            us = jnp.tensordot(hs, self.projection.astype(self.dtype), axes=1)
+        else:
+            return hs, None
+        if rates.downprojected is not None:
+            us = dropout(rates.downprojected, us, self.make_rng("dropout"))
+        return us, log_weights
+
+    def matrix(self, embedding) -> jax.Array:
+        """[V, E], the layout of an embedding table, in the compute dtype."""
+        table = embedding if self.tied_embeddings else self.kernel.T
+        return table.astype(self.dtype)
+
+    def component_logits(self, matrix, temperature, us) -> jax.Array:
+        """[..., V] for each component, in at least float32."""
+        wide = jnp.promote_types(us.dtype, jnp.float32)
+        contract = (((us.ndim - 1,), (1,)), ((), ()))
+        logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
+        return (logits + cells.stretch(self.bias, logits)) * jnp.asarray(temperature, wide)
+
+    def score(self, matrix, temperature, us, log_weights, targets) -> jax.Array:
+        """-log p(target), from the target's logit and the normaliser of each component."""
+        logits = self.component_logits(matrix, temperature, us)
+        if log_weights is not None:
+            targets = jnp.broadcast_to(targets[..., None], logits.shape[:-1])
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        log_p = chosen - jax.nn.logsumexp(logits, axis=-1)
+        return -log_p if log_weights is None else -jax.nn.logsumexp(log_weights + log_p, axis=-1)
+
+
+class EncoderDecoder(nn.Module):
+    """Two stacks with embeddings of their own; the decoder starts where the encoder ends."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    num_layers: int = 1
+    cell: str = "mogrifier_lstm"
+    cell_options: Mapping[str, Any] = ()
+    output: str = "sum"
+    state_mask: str = "window"
+    fast: bool = True
+    remat_window: int | None = None
+    unroll: int = 1
+    max_logits: int = 1 << 26
+    dtype: Dtype = jnp.float32
+
+    def setup(self):
+        shared = dict(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            cell=self.cell,
+            cell_options=self.cell_options,
+            output=self.output,
+            state_mask=self.state_mask,
+            fast=self.fast,
+            remat_window=self.remat_window,
+            unroll=self.unroll,
+            dtype=self.dtype,
+        )
+        self.source_embedding = self.param(
+            "source_embedding",
+            normal_by_fan(self.embedding_size),
+            (self.vocab_size, self.embedding_size),
+        )
+        self.encoder = Stack(**shared)
+        self.decoder = LanguageModel(
+            vocab_size=self.vocab_size,
+            embedding_size=self.embedding_size,
+            max_logits=self.max_logits,
+            **shared,
+        )
+
+    def __call__(self, source, source_lengths, inputs, targets, lengths):
+        """The nats, without dropout."""
+        return self.nats(source, source_lengths, inputs, targets, lengths)
+
+    def nats(
+        self,
+        source: jax.Array,
+        source_lengths: jax.Array,
+        inputs: jax.Array,
+        targets: jax.Array,
+        lengths: jax.Array,
+        rates: Dropout | None = None,
+        temperature: Any = 1.0,
+    ) -> jax.Array:
+        """-log p(target) [B, T] of each target given the source [B, S]."""
+        rates = rates or Dropout()
+        xs = jnp.take(self.source_embedding.astype(self.dtype), source.T, axis=0)
+        if rates.input is not None:
+            xs = dropout(rates.input, xs, self.make_rng("dropout"))
+        carry = self.encoder.initial_carry(source.shape[0])
+        carry, _ = self.encoder(carry, xs, _valid(source_lengths, source.shape[1]), rates)
+        return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
+
+
+def _valid(lengths: jax.Array, steps: int) -> jax.Array:
+    """[T, B]: whether a time step is within the example."""
+    return jnp.arange(steps)[:, None] < lengths[None, :]
+
+
+def _zeros(key, shape, dtype=jnp.float32):
+    del key
+    return jnp.zeros(shape, dtype)
