@@ -1,0 +1,352 @@
+"""Checkpoints of a training run: saved in the background, verified when they are read.
+
+Orbax writes the arrays and commits a checkpoint by renaming its folder, so a killed run leaves
+either a whole checkpoint or none. It restores flipped bytes as wrong numbers without a word, so
+every leaf is saved with a checksum (`checksums.py`) that is computed again after it is restored.
+
+    <workdir>/checkpoints/<step>/state            the arrays, flat, named by their path in the state
+    <workdir>/checkpoints/<step>/info/info.json   bookkeeping, shapes, dtypes and checksums
+    <workdir>/checkpoints/<step>.damaged          a checkpoint that failed its checks, set aside
+
+Nothing here knows what is in the state. Config and vocabulary of a run are in `workdirs.py`.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from jax.experimental import multihost_utils
+
+from mogrifier_jax import checksums, errors, leaves
+
+Which = Literal["latest", "best"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `Checkpoints.restore` found."""
+
+    step: int
+    state: Any
+    info: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one workdir; open it `read_only` beside a run that is writing.
+
+    Kept are the last `keep` checkpoints and, for each of them, the one that was the best when it
+    was saved: whichever of them a run resumes from, its best is there.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
+        self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
+        self._keep = keep
+        self._read_only = read_only
+        self._lock = None if read_only else self._take_over()
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(
+                state=ocp.PyTreeCheckpointHandler(), info=ocp.JsonCheckpointHandler("info.json")
+            )
+        )
+        self._best = self.best_step
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, whether good or not, in order."""
+        return _list_steps(self._folder)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest step with a committed checkpoint."""
+        return max(self.steps, default=None)
+
+    @property
+    def best_step(self) -> int | None:
+        """The best step, according to the newest checkpoint that can be read."""
+        return next(iter(_best_steps(self._folder)), None)
+
+    def save(self, step: int, state: Any, *, info: dict[str, Any], best: bool) -> None:
+        """Saves in the background; the buffers of `state` may be donated as soon as this returns.
+
+        Args:
+          info: what JSON can hold; floats come back exact, tuples as lists.
+          best: whether this is now the best checkpoint of the run.
+        """
+        if self._read_only:
+            raise RuntimeError("these checkpoints were opened read-only")
+        self.wait()
+        if (self.latest_step or 0) > step:
+            raise errors.UsageError(
+                f"a checkpoint of step {self.latest_step} is newer than step {step}, which is to "
+                f"be saved; go on from the newest or use another workdir than {self._folder.parent}"
+            )
+        self._best = step if best else self._best
+        arrays = leaves.to_arrays(state)
+        content = {
+            "step": step,
+            "best_step": self._best,
+            "info": info,
+            "leaves": leaves.describe(state, checksums.compute(arrays)),
+        }
+        if jax.process_index() == 0:
+            self._make_room(step)
+        # Orbax refuses arrays without elements; there is nothing in them to save.
+        arrays = {name: array for name, array in arrays.items() if array.size}
+        self._checkpointer.save(
+            self._folder / str(step),
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(_seal(content))
+            ),
+        )
+
+    def restore(
+        self, abstract_state: Any, *, which: Which = "latest", partial: bool = False
+    ) -> Restored | None:
+        """Restores the newest (or best) good checkpoint; None if nothing was ever saved.
+
+        A damaged checkpoint is named in a warning and passed over for the one before; once an
+        older one turned out good, a run that resumes sets the damaged ones aside.
+
+        Args:
+          abstract_state: `jax.ShapeDtypeStruct`s, with the shardings that are wanted.
+          partial: restore only the leaves of `abstract_state`, which may lack some of the saved.
+        """
+        self.wait()
+        targets = leaves.to_abstract_arrays(abstract_state)
+        failures: dict[int, str] = {}
+        while (step := self._next_step(which, failures)) is not None:
+            path = self._folder / str(step)
+            try:
+                content, arrays = _read_verified(path, targets, abstract_state, partial)
+            except errors.UsageError:
+                raise
+            # Damage comes as whatever the decoder that met it raises, a bare Exception included.
+            except Exception as error:
+                failures[step] = str(error).strip().split("\n")[0][:300] or type(error).__name__
+                # A folder that is gone was removed by the run that is writing.
+                if path.exists() or which == "best":
+                    logging.warning(
+                        "checkpoint of step %d is damaged: %s (%s); trying the one before",
+                        *(step, path, failures[step]),
+                    )
+                continue
+            if which == "latest" and not self._read_only:
+                self._best = content["best_step"]
+                self._set_aside(failures)
+            state = leaves.from_arrays(arrays, abstract_state, content["leaves"])
+            return Restored(step, state, content["info"])
+        if failures:
+            tried = "; ".join(f"{self._folder / str(s)}: {why}" for s, why in failures.items())
+            raise errors.UsageError(
+                f"no good checkpoint ({which}) in {self._folder}, tried {tried}; restore the "
+                "folder from a copy, or start again in another workdir"
+            )
+        return None
+
+    def wait(self) -> None:
+        """Waits for the save under way, then removes the checkpoints that are no longer needed."""
+        self._checkpointer.wait_until_finished()
+        if not self._read_only and jax.process_index() == 0:
+            self._prune()
+
+    def close(self) -> None:
+        """Finishes what is under way and lets others write here."""
+        self.wait()
+        self._checkpointer.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
+        """The next step to try, read anew as a run may be writing; process 0 decides for all."""
+        candidates = self.steps[::-1] if which == "latest" else _best_steps(self._folder)
+        if which == "best" and not candidates and self.steps:
+            raise errors.UsageError(
+                f"no readable checkpoint in {self._folder} names a best step; use the latest one"
+            )
+        step = next((s for s in candidates if s not in failures), -1)
+        if jax.process_count() > 1:
+            step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        return None if step < 0 else step
+
+    def _take_over(self):
+        """Claims the folder for writing and tidies up after a killed run."""
+        lock = None
+        if jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / "lock").open("w")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # Some network file systems have no locks: then nobody is kept out.
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    lock.close()
+                    lock = None
+            if lock is not None:
+                _tidy(self._folder)
+        if not _all_processes(lock is not None or jax.process_index() != 0):
+            raise errors.UsageError(
+                f"another run is writing to {self._folder.parent}; wait for it, or stop it, or "
+                "use another workdir"
+            )
+        return lock
+
+    def _make_room(self, step: int) -> None:
+        """Moves a checkpoint of the same step out of the way until the new one is committed."""
+        if (self._folder / str(step)).exists():
+            shutil.rmtree(self._folder / f"{step}.replaced", ignore_errors=True)
+            (self._folder / str(step)).rename(self._folder / f"{step}.replaced")
+
+    def _prune(self) -> None:
+        for replaced in self._folder.glob("*.replaced"):
+            if replaced.with_suffix("").exists():
+                shutil.rmtree(replaced)
+        steps = self.steps
+        newest = steps[-self._keep :]
+        try:
+            bests = [_read_content(self._folder / str(step))["best_step"] for step in newest]
+        except (ValueError, OSError):
+            return  # A damaged one does not say which was the best: keep them all.
+        for step in set(steps) - {*newest, *bests}:
+            _remove(self._folder / str(step))
+
+    def _set_aside(self, steps: Iterable[int]) -> None:
+        if jax.process_index() == 0:
+            for step in steps:
+                with contextlib.suppress(FileNotFoundError):
+                    _rename_to_free(self._folder / str(step), f"{step}.damaged")
+
+
+def read_info(workdir: str | os.PathLike, which: Which = "latest") -> Restored | None:
+    """Step and info of the newest (or best) checkpoint, from its JSON alone; state is None."""
+    folder = pathlib.Path(workdir).absolute() / "checkpoints"
+    for step in _list_steps(folder)[::-1] if which == "latest" else _best_steps(folder):
+        with contextlib.suppress(ValueError, OSError):
+            return Restored(step, None, _read_content(folder / str(step))["info"])
+    return None
+
+
+def _read_verified(
+    path: pathlib.Path,
+    targets: dict[str, jax.ShapeDtypeStruct],
+    abstract_state: Any,
+    partial: bool,
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Reads a checkpoint and computes its checksums again; raises in all processes or in none."""
+    failure, content, arrays = None, {}, {}
+    try:
+        content = _read_content(path)
+        leaves.compare(content["leaves"], abstract_state, partial=partial)
+        arrays = _read_arrays(path / "state", targets)
+    except Exception as error:
+        failure = error
+    # One process may meet damage in what the others do not read.
+    if not _all_processes(failure is None):
+        raise failure or OSError("another process could not read it")
+    for name, checksum in checksums.compute(arrays).items():
+        if checksum != content["leaves"][name]["checksum"]:
+            raise OSError(f"the checksum of {name} is wrong")
+    return content, arrays
+
+
+def _read_arrays(
+    folder: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    saved = {name: target for name, target in targets.items() if target.size}
+    # The handler rather than the checkpointer: that one waits for the other processes at the
+    # end, and would wait in vain for one that met damage.
+    arrays = ocp.PyTreeCheckpointHandler().restore(
+        folder,
+        args=ocp.args.PyTreeRestore(
+            item=saved,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(saved),
+            partial_restore=True,
+        ),
+    )
+    for name, target in targets.items():
+        if not target.size:
+            arrays[name] = jnp.zeros(target.shape, target.dtype, device=target.sharding)
+    return {name: arrays[name] for name in targets}
+
+
+def _list_steps(folder: pathlib.Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def _best_steps(folder: pathlib.Path) -> list[int]:
+    """What the readable checkpoints, newest first, name as the best, without repetition."""
+    best = []
+    for step in _list_steps(folder)[::-1]:
+        with contextlib.suppress(ValueError, OSError):
+            best.append(_read_content(folder / str(step))["best_step"])
+    return list(dict.fromkeys(step for step in best if step is not None))
+
+
+def _seal(content: dict[str, Any]) -> dict[str, Any]:
+    content = json.loads(json.dumps(content))  # As it will be read, which is what is digested.
+    return {"content": content, "sha256": _digest(content)}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_content(path: pathlib.Path) -> dict[str, Any]:
+    """The sealed JSON of a checkpoint; ValueError or OSError if it is not as it was written."""
+    sealed = json.loads((path / "info" / "info.json").read_text())
+    if not isinstance(sealed, dict) or sealed.get("sha256") != _digest(sealed.get("content")):
+        raise ValueError("info.json does not match its own checksum")
+    return sealed["content"]
+
+
+def _tidy(folder: pathlib.Path) -> None:
+    """Removes what a killed run left half written or half removed."""
+    for pattern in ("*.orbax-checkpoint-tmp*", "*.removed*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+    for path in folder.glob("*.replaced"):
+        if path.with_suffix("").exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(path.with_suffix(""))
+
+
+def _remove(path: pathlib.Path) -> None:
+    # Renamed first: a folder half removed when the run is killed must not look like a checkpoint.
+    shutil.rmtree(_rename_to_free(path, f"{path.name}.removed"))
+
+
+def _rename_to_free(path: pathlib.Path, name: str) -> pathlib.Path:
+    """Renames to `name`, or `name.2`, `name.3`, ... if that is taken."""
+    target, number = path.with_name(name), 2
+    while target.exists():
+        target, number = path.with_name(f"{name}.{number}"), number + 1
+    return path.rename(target)
+
+
+def _all_processes(ok: bool) -> bool:
+    """Whether it went well in every process."""
+    if jax.process_count() == 1:
+        return ok
+    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
