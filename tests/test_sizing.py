@@ -3,9 +3,11 @@
 import json
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, sizing
+from mogrifier_jax import errors, layers, sizing
 
 TUNED = json.loads((pathlib.Path(__file__).parent / "tuned_values.json").read_text())["experiments"]
 COPY_TASK = dict(vocab_size=1003, num_layers=1, rounds=0, encoder_decoder=True)
@@ -70,7 +72,7 @@ RANK_2_ROUNDS_OF_3 = [(H, 2), (2, D), (D,), (D, 2), (2, H), (H,), (H, 2), (2, D)
 LSTM = [(D + H, 4 * H), (4 * H,)]
 LAYERS = [
     ("lstm", {}, LSTM),
-    ("lstm", {"rounds": 3}, LSTM),
+    ("lstm", {"rounds": 3}, [*ROUNDS_OF_3, *LSTM]),
     ("lstm", {"tied_gates": True}, [(D + H, 3 * H), (3 * H,)]),
     ("lstm", {"gate_rank": 2}, [(D + H, 2), (2, 4 * H), (4 * H,)]),
     ("lstm", {"layer_norm": True}, [*LSTM, (4 * H,), (4 * H,), (H,), (H,)]),
@@ -104,6 +106,14 @@ def test_layers_have_the_tensors_written_out(cell, options, shapes):
     assert parts["embedding"] == 7 * D
     assert parts["projection"] == H * D
     assert parts["softmax"] == D * 7 + 7
+
+
+@pytest.mark.parametrize("cell, options, shapes", LAYERS)
+def test_layers_have_the_parameters_of_the_modules(cell, options, shapes):
+    module = layers.CELLS[cell](**{"hidden_size": H, "rounds": 0, **options})
+    carry = module.initialize_carry(jax.random.key(0), (1, D))
+    params = jax.eval_shape(module.init, jax.random.key(0), carry, jnp.ones((1, D)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size(shapes)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,244 @@
+"""Every experiment and variant: builds, is locked, and holds the published numbers."""
+
+import importlib.util
+import itertools
+import json
+import math
+import pathlib
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+from mogrifier_jax import averaging, errors, experiment, optim, schedule, sizing
+
+ROOT = pathlib.Path(__file__).parents[1]
+TUNED = json.loads((ROOT / "tests" / "tuned_values.json").read_text())["experiments"]
+PAPER = json.loads((ROOT / "mogrifier_jax" / "paper_results.json").read_text())
+CELLS = ("mogrifier", "lstm")
+VARIANTS = {
+    "pydoc.py": (CELLS, ("", "tiny")),
+    "ptb.py": (CELLS, ("", "small", "tiny")),
+    "ptb_char.py": (CELLS, ("", "tiny")),
+    "wikitext2.py": (CELLS, ("", "tiny")),
+    "mwc.py": (CELLS, ("en", "fi"), ("", "tiny")),
+    "enwik8.py": (CELLS, ("96m", "48m"), ("", "tiny")),
+}
+ALL = [
+    f"{name}:{','.join(filter(None, choice))}"
+    for name, groups in VARIANTS.items()
+    for choice in itertools.product(*groups)
+]
+
+
+def load(name):
+    path = ROOT / "experiments" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def get_config(name):
+    name, _, variant = name.partition(":")
+    return load(name).get_config(variant)
+
+
+def parse(monkeypatch, *arguments):
+    """The config as `main` sees it."""
+    monkeypatch.setattr(sys, "argv", ["main", *arguments])
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values)
+    values(sys.argv)
+    return values.config
+
+
+def schema(config):
+    """All keys with their types, placeholders included."""
+    return {
+        f"{section}.{key}": config[section].get_type(key)
+        for section in config
+        if isinstance(config[section], config_dict.ConfigDict)
+        for key in config[section]
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_builds_locked_and_complete(name):
+    config = get_config(name)
+    assert config.is_locked and config.model.is_locked
+    expected = schema(get_config("ptb.py"))
+    if name.startswith("mwc"):
+        expected["data.language"] = str
+    assert schema(config) == expected
+    optimizer = {k: config.optimizer[k] for k in ("name", "b1", "b2", "eps", "clip_norm")}
+    optim.make_optimizer(**optimizer)
+    averaging.make_averaging(config.averaging.kind)
+    rules = schedule.Rules(
+        **config.schedule,
+        averaging_turns=config.averaging.trigger_turns,
+        averaging_at_the_latest=config.averaging.trigger_at_the_latest,
+    )
+    # The average is on before the end, whatever the curve.
+    assert 0 < rules.averaging_at_the_latest < rules.turns
+    assert config.data.batch_size % config.optimizer.accumulate == 0
+    assert (config.model.rounds == 0) == ("lstm" in name)
+    if "tiny" in name:
+        assert rules.turns * rules.steps_per_turn == 8 and config.model.hidden_size == 16
+    else:
+        assert config.model.hidden_size is None
+
+
+def test_every_file_is_listed():
+    assert {path.name for path in (ROOT / "experiments").glob("*.py")} >= VARIANTS.keys()
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_values_are_the_published_ones(name):
+    config = get_config(name)
+    for key, value in TUNED[name]["values"].items():
+        section, key = key.split(".")
+        assert config[section][key] == value, key
+    common = {
+        "data.drop_state_probability": 0.01,
+        "model.cap_input_gate": True,
+        "model.forget_bias": 1.0,
+        "model.output": "sum",
+        "dropout.downprojected": None,
+        "optimizer.name": "adam",
+        "optimizer.b1": 0.0,
+        "optimizer.b2": 0.999,
+        "optimizer.eps": 1e-8,
+        "optimizer.clip_norm": 10.0,
+        "optimizer.accumulate_reduce": "sum",
+        "averaging.kind": "triggered",
+        "evaluation.softmax_temperature": None,
+        "evaluation.temperature_tokens": 50_000,
+        "evaluation.lines_per_stripe": 100,
+        "evaluation.train_windows": 20,
+        "schedule.early_stopping_turns": None,
+        "schedule.drop_learning_rate_turns": None,
+    }
+    for key, value in common.items():
+        section, key = key.split(".")
+        assert config[section][key] == value, key
+    assert config.seed == 1
+
+
+def hidden_size(config, vocab_size):
+    names = ("cell", "num_layers", "rounds", "rank", "tied_embeddings", "mixture_components")
+    return sizing.solve_hidden_size(
+        config.model.num_params,
+        vocab_size=vocab_size,
+        embedding_ratio=config.model.embedding_ratio,
+        **{name: config.model[name] for name in names},
+    )
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_hidden_sizes_are_the_published_ones(name):
+    config = get_config(name)
+    for vocab_size, expected, _ in TUNED[name]["sizes"]:
+        assert hidden_size(config, vocab_size) == expected
+
+
+def test_all_published_files_are_covered():
+    assert len(TUNED) == 13
+    without_tiny = {name.rstrip(":") for name in ALL if "tiny" not in name and "small" not in name}
+    assert len(without_tiny) == 13 + 1 + 2  # PTB characters' LSTM, and pydoc.
+
+
+@pytest.mark.parametrize("name, expected", [("ptb_char.py:lstm", 1221), ("ptb.py:small", 154)])
+def test_sizes_without_a_published_file(name, expected):
+    assert hidden_size(get_config(name), {"ptb_char.py:lstm": 51}.get(name, 10_001)) == expected
+
+
+def test_ptb_small_is_the_recipe():
+    config = get_config("ptb.py:small")
+    assert (config.model.num_params, config.model.num_layers) == (2_000_000, 2)
+    assert (config.model.rounds, config.model.rank) == (5, 20)
+    assert (config.data.batch_size, config.data.window) == (64, 35)
+    assert (config.optimizer.learning_rate, config.optimizer.l2_penalty) == (0.004, 1e-5)
+    rates = [config.dropout[name] for name in ("input", "inter_layer", "state", "output")]
+    assert rates == [0.2, 0.1, 0.1, 0.2]
+    assert (config.schedule.turns, config.schedule.steps_per_turn) == (10, 100)
+    assert (config.averaging.trigger_turns, config.averaging.trigger_at_the_latest) == (3, 8)
+    assert config.model.state_mask == "window" and config.model.tied_embeddings
+
+
+def test_configs_do_not_share_placeholders():
+    """A placeholder made once at import would tie all configs of a process together."""
+    one, two = (get_config("ptb.py") for _ in range(2))
+    one.schedule.early_stopping_turns = 3
+    assert two.schedule.early_stopping_turns is None
+
+
+@pytest.mark.parametrize("table", PAPER["tables"])
+def test_docstrings_quote_the_paper(table):
+    """Rows of the docstrings' tables are the rounded numbers of the paper."""
+    rows = [row for row in PAPER["tables"][table]["rows"] if "nats" in row]
+    assert rows
+    show = {
+        "ppl": lambda nats: f"{math.exp(nats):.1f}",
+        "bpc": lambda nats: f"{nats / math.log(2):.3f}",
+    }[PAPER["tables"][table]["unit"]]
+    for row in rows:
+        name, _, variant = row["experiment"].partition(":")
+        groups = VARIANTS[name]
+        chosen = experiment.choose(variant, *groups)
+        label = {"mogrifier": "Mogrifier", "lstm": "LSTM"}[chosen[0]]
+        if len(groups) == 3:
+            label = f"{chosen[1].replace('m', 'M')} {label}"
+        lines = [line.strip() for line in load(name).__doc__.splitlines()]
+        (line,) = [line for line in lines if line.startswith(f"{label} ") and " / " in line]
+        cells = ["diverged" if x is None else show(x) for x in row["nats"]]
+        pairs = [" / ".join(cells[:2]), " / ".join(cells[2:])]
+        expected = "   ".join(pair for pair in pairs if pair != "diverged / diverged")
+        normal = "   ".join(part.strip() for part in line.split("  ") if part.strip())
+        assert expected in normal
+        assert {"deterministic": 1, "mc": 0}[row["evaluation"]] == normal.startswith(
+            f"{label}   {expected}"
+        )
+
+
+# ml_collections still loads files the old way.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_overrides_reach_every_kind_of_key(monkeypatch):
+    path = ROOT / "experiments" / "enwik8.py"
+    config = parse(
+        monkeypatch,
+        f"--config={path}:lstm,48m",
+        "--config.model.rounds=3",
+        "--config.model.hidden_size=8",
+        "--config.dropout.downprojected=0.5",
+        "--config.data.source_dir=/corpora",
+        "--config.schedule.early_stopping_worst_xe_target=1",
+    )
+    assert (config.model.rounds, config.model.hidden_size) == (3, 8)
+    assert (config.dropout.downprojected, config.data.source_dir) == (0.5, "/corpora")
+    assert config.schedule.early_stopping_worst_xe_target == 1.0
+    assert config.optimizer.learning_rate == 0.002516709293528533
+    with pytest.raises(AttributeError, match="rounds"):
+        parse(monkeypatch, f"--config={path}", "--config.model.round=3")
+
+
+@pytest.mark.parametrize(
+    "variant, message",
+    [
+        ("49m", "variant '49m' is unknown: this experiment has mogrifier, lstm, 96m, 48m, tiny"),
+        ("lstm,mogrifier", "mogrifier and lstm exclude each other"),
+        ("tiny,96m,48m", "96m and 48m exclude each other"),
+    ],
+)
+def test_bad_variants_are_refused(variant, message):
+    with pytest.raises(errors.UsageError, match=message):
+        get_config(f"enwik8.py:{variant}")
+
+
+def test_variants_come_in_any_order():
+    groups = (CELLS, ("96m", "48m"), ("", "tiny"))
+    assert experiment.choose("", *groups) == ("mogrifier", "96m", "")
+    assert experiment.choose("48m, lstm", *groups) == ("lstm", "48m", "")
+    assert get_config("enwik8.py:tiny,48m,lstm") == get_config("enwik8.py:lstm,48m,tiny")
+    assert get_config("enwik8.py:48m") != get_config("enwik8.py:96m") == get_config("enwik8.py")
