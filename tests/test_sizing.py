@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, layers, sizing
+from mogrifier_jax import errors, layers, models, sizing
 
 TUNED = json.loads((pathlib.Path(__file__).parent / "tuned_values.json").read_text())["experiments"]
 COPY_TASK = dict(vocab_size=1003, num_layers=1, rounds=0, encoder_decoder=True)
@@ -43,6 +43,25 @@ def test_published_hidden_sizes(name):
         assert counts[0] <= budget < counts[1]
 
 
+def real_count(model, *inputs):
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_formula_counts_the_model_as_built(name):
+    kwargs = model_sizes(TUNED[name]["values"])
+    vocab_size, hidden_size, embedding_size = TUNED[name]["sizes"][0]
+    sizes = dict(
+        vocab_size=vocab_size, hidden_size=hidden_size, embedding_size=embedding_size, **kwargs
+    )
+    cell_options = {key: kwargs.pop(key) for key in ("rounds", "rank")}
+    model = models.LanguageModel(
+        vocab_size, hidden_size, embedding_size, cell_options=cell_options, **kwargs
+    )
+    assert real_count(model, jnp.zeros((1, 2), jnp.int32)) == sizing.count_parameters(**sizes)
+
+
 @pytest.mark.parametrize("name", [name for name in TUNED if len(TUNED[name]["sizes"]) > 1])
 def test_rows_by_vocabulary_begin_where_the_table_says(name):
     """One token fewer than a row's first vocabulary still gives the row before."""
@@ -63,6 +82,9 @@ def test_copy_task_sizes_are_maximal(embedding_size, hidden_size):
         return sizing.count_parameters(hidden_size=h, embedding_size=embedding_size, **COPY_TASK)
 
     assert count(hidden_size) <= 10_000_000 < count(hidden_size + 1)
+    model = models.EncoderDecoder(1003, hidden_size, embedding_size, cell_options={"rounds": 0})
+    tokens, lengths = jnp.zeros((1, 2), jnp.int32), jnp.array([2])
+    assert real_count(model, tokens, lengths, tokens, tokens, lengths) == count(hidden_size)
 
 
 # [D, H, options, tensors]: every tensor of one layer written out.
