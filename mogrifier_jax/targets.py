@@ -1,8 +1,9 @@
 """Chips and the ways they are wired: what a name such as `v5e:4x4` or `h100:8` stands for.
 
 `parse` reads the name, `describe` asks the vendor's compiler for that topology (no chip is
-needed), `mesh` lays ("data", "model") over it. Rates are the vendors' published ones, memory is
-what the compiler itself leaves to a program. `compiled.py` turns programs into costs.
+needed), `mesh` lays ("data", "model") over it. Peaks and bandwidths of memory are published ones,
+memory of TPUs is what their compiler leaves to a program; bandwidths of links and networks,
+latencies and launch times are round figures. `compiled.py` turns programs into costs.
 """
 
 import dataclasses
@@ -44,14 +45,14 @@ class Chip:
 # large matmul reaches; with the peak they give a clock. v4 and v5p have two cores that act as one.
 _TPUS = {
     "v4": (30.75, 275, 2**18, 1200, 90, 3, 4),
-    "v5e": (15.75, 197, 2**17, 810, 90, 2, 16),
+    "v5e": (15.75, 197, 2**17, 819, 90, 2, 16),
     "v5p": (95.74, 459, 2**18, 2765, 180, 3, 4),
     "v6e": (31.25, 918, 2**19, 1638, 180, 2, 16),
 }
 # Memory in bytes, TFLOP/s, GHz, GB/s of memory, of links within a host, and of the network.
 _GPUS = {
     "a100": (42_331_013_120, 312, 1.41, 1555, 300, 25),
-    "a100-80g": (85_094_825_984, 312, 1.41, 2039, 300, 25),
+    "a100-80g": (85_100_068_864, 312, 1.41, 2039, 300, 25),
     "h100": (84_942_979_072, 989, 1.98, 3352, 450, 50),
     "l4": (23_600_000_000, 121, 2.04, 300, 25, 12),
 }
@@ -191,9 +192,11 @@ def _describe_tpu(target: Target) -> topologies.TopologyDescription:
             f"topology {target.name!r} needs the TPU compiler, which is not installed; "
             "run `pip install .[tpu]` (no TPU is needed)"
         )
-    # Read when the library loads: it is not to ask the cloud where it runs, nor to complain.
+    # Read when the library loads: it is not to ask the cloud where it runs, nor to complain, nor to
+    # want to be the only one on this host, as it will touch no chip.
     for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
         ("TPU_ACCELERATOR_TYPE", "v5litepod-4"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
     ):
