@@ -20,7 +20,9 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -274,18 +276,38 @@ def _read_arrays(
     saved = {name: target for name, target in targets.items() if target.size}
     # The handler rather than the checkpointer: that one waits for the other processes at the
     # end, and would wait in vain for one that met damage.
-    arrays = ocp.PyTreeCheckpointHandler().restore(
-        folder,
-        args=ocp.args.PyTreeRestore(
-            item=saved,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(saved),
-            partial_restore=True,
-        ),
-    )
+    with _quiet_failure():
+        arrays = ocp.PyTreeCheckpointHandler().restore(
+            folder,
+            args=ocp.args.PyTreeRestore(
+                item=saved,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(saved),
+                partial_restore=True,
+            ),
+        )
     for name, target in targets.items():
         if not target.size:
             arrays[name] = jnp.zeros(target.shape, target.dtype, device=target.sharding)
     return {name: arrays[name] for name in targets}
+
+
+@contextlib.contextmanager
+def _quiet_failure() -> Iterator[None]:
+    """Keeps a failed read from printing a traceback for every other read that was under way."""
+    hook = sys.unraisablehook
+
+    def filtered(failure) -> None:
+        if "Event loop is closed" not in str(failure.exc_value):
+            hook(failure)
+
+    sys.unraisablehook = filtered
+    try:
+        yield
+    except Exception:
+        time.sleep(0.5)  # They come from other threads, a moment later.
+        raise
+    finally:
+        sys.unraisablehook = hook
 
 
 def _list_steps(folder: pathlib.Path) -> list[int]:

@@ -42,7 +42,9 @@ class Sum(NamedTuple):
 
     def on_host(self) -> "Sum":
         """One float64 total and one int count, of all elements."""
-        return Sum(float(np.sum(self.total, dtype=np.float64)), int(np.sum(self.count)))
+        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
+        total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
+        return Sum(float(total.sum()), int(count.sum()))
 
     def mean(self) -> float:
         """The mean over all elements, divided once, in float64; of nothing it is nan."""

@@ -12,7 +12,7 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def write_run_files(
 
 
 def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
-    """The config of the run in a workdir."""
+    """The config of the run in a workdir, locked."""
     workdir = pathlib.Path(workdir)
     if not (workdir / "config.json").exists():
         raise errors.UsageError(
@@ -63,7 +63,7 @@ def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
             del section[key]  # Its type may change only so.
             absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
             section[key] = absent if value is None else tuple(value)
-    return config
+    return config.lock()
 
 
 def read_vocabulary(workdir: str | os.PathLike) -> str:
@@ -146,7 +146,9 @@ def _read_json(path: pathlib.Path) -> Any:
         ) from None
 
 
-def _leaves(config: config_dict.ConfigDict, prefix: str = ""):
+def _leaves(
+    config: config_dict.ConfigDict, prefix: str = ""
+) -> Iterator[tuple[config_dict.ConfigDict, str, str]]:
     """Yields (section, key, full name) of every value."""
     for key in config:
         if isinstance(config[key], config_dict.ConfigDict):

@@ -1,0 +1,220 @@
+"""Metrics: exact files over kills and resumes, means divided once, output that reads well."""
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import logging
+
+from mogrifier_jax import errors, metrics, plots, progress
+
+
+def write_steps(writer, steps):
+    for step in steps:
+        writer.write(step, "train", loss_nats=np.float32(1 / (step + 1)), grad_norm=jnp.float32(2))
+        if step % 3 == 0:
+            writer.write(step, "eval", turn=step // 3, valid_nats=1.0, best=step == 3)
+
+
+def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
+    with metrics.MetricWriter(tmp_path / "unbroken") as writer:
+        write_steps(writer, range(1, 11))
+    with metrics.MetricWriter(tmp_path / "broken") as writer:
+        write_steps(writer, range(1, 8))
+    path = tmp_path / "broken" / "metrics.jsonl"
+    path.write_text(path.read_text()[:-9])  # Killed in the middle of a line, last saved at step 3.
+    with metrics.MetricWriter(tmp_path / "broken", resume_step=3) as writer:
+        writer.write(3, "eval", turn=1, valid_nats=1.0, best=True)  # Evaluated again.
+        write_steps(writer, range(4, 11))
+    unbroken = (tmp_path / "unbroken" / "metrics.jsonl").read_text()
+    assert path.read_text() == unbroken
+    assert [json.loads(line)["step"] for line in unbroken.splitlines()][:4] == [1, 2, 3, 3]
+    with metrics.MetricWriter(tmp_path / "broken", resume_step=4):  # Control: it does drop.
+        pass
+    assert path.read_text() != unbroken and unbroken.startswith(path.read_text())
+    with metrics.MetricWriter(tmp_path / "broken"):
+        assert path.read_text() == ""
+
+
+def test_lines_can_be_read_while_the_run_goes_on(tmp_path):
+    with metrics.MetricWriter(tmp_path) as writer:
+        writer.write(1, "train", loss_nats=0.5)
+        writer.write_speed(1, tokens_per_second=10.0)
+        assert metrics.read_metrics(tmp_path) == [{"step": 1, "kind": "train", "loss_nats": 0.5}]
+        (speed,) = metrics.read_metrics(tmp_path, "speed.jsonl")
+        assert speed == {"step": 1, "tokens_per_second": 10.0}
+
+
+def test_numbers_are_short_exact_and_legal_json(tmp_path):
+    values = [np.float32(0.1), 0.1 + 0.2, jnp.int32(3), float("nan"), np.float32("-inf"), True]
+    with metrics.MetricWriter(tmp_path) as writer:
+        writer.write(1, "train", **{f"v{i}": value for i, value in enumerate(values)})
+        with pytest.raises(TypeError, match=r"shape \(2,\)"):
+            writer.write(2, "train", loss_nats=np.ones(2))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert '"v0": 0.1, "v1": 0.30000000000000004, "v2": 3, "v3": "nan", "v4": "-inf"' in text
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    record = json.loads(text, parse_constant=refuse)
+    assert np.float32(record["v0"]) == values[0]
+    assert math.isnan(float(record["v3"])) and float(record["v4"]) == -math.inf
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    with metrics.MetricWriter(tmp_path) as writer:
+        writer.write(7, "eval", valid_nats=1.5, best=True)
+        writer.write_speed(7, tokens_per_second=12.0)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content, place, scalars = file.read_bytes(), 0, {}
+    while place < len(content):  # Records are: length 8, checksum 4, data, checksum 4.
+        size = int.from_bytes(content[place : place + 8], "little")
+        event = event_pb2.Event.FromString(content[place + 12 : place + 12 + size])
+        scalars |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        place += size + 16
+    assert scalars[("eval/valid_nats", 7)] == 1.5
+    assert scalars[("speed/tokens_per_second", 7)] == 12.0
+
+
+def test_without_tensorboardx_there_is_one_line_about_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    logging.set_verbosity(logging.INFO)
+    with metrics.MetricWriter(tmp_path) as writer:
+        writer.write(1, "train", loss_nats=1.0)
+    assert caplog.text.count("tensorboardX is not installed") == 1
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_means_of_parts_combine_to_the_mean_of_all():
+    a = metrics.Sum(jnp.array([1.0, 2.0]), jnp.array([1, 2]))
+    b = metrics.Sum(jnp.array([6.0, 0.0]), jnp.array([1, 0]))
+    assert a.merge(b).mean() == 9 / 4
+    assert (a.mean() + b.mean()) / 2 != 9 / 4
+    total = jax.jit(lambda x: jax.tree.map(jnp.sum, x))(a)
+    assert isinstance(total, metrics.Sum) and total.mean() == 1.0
+    # Float32 would lose the ones.
+    many = metrics.Sum(np.float32([2**25, 1, 1, 1, 1]), np.int32([1] * 5))
+    assert many.on_host() == (2.0**25 + 4, 5)
+    assert math.isnan(metrics.Sum(0.0, 0).mean())
+
+
+def test_units():
+    assert metrics.perplexity(math.log(50)) == pytest.approx(50)
+    assert metrics.perplexity(1e4) == math.inf
+    assert math.isnan(metrics.perplexity(math.nan))
+    assert metrics.bits(math.log(2)) == 1
+    shown = [progress.quantity(n) for n in (0, 9.5, 999, 1000, 12345, 999_999, 2.5e9)]
+    assert shown == ["0", "9.5", "999", "1k", "12.3k", "1M", "2.5G"]
+    shown = [progress.span(s) for s in (5, 59.6, 3599, 3600, 90000)]
+    assert shown == ["5s", "1m00s", "59m59s", "1h00m", "1d01h"]
+
+
+def test_table_is_aligned():
+    text = progress.table(
+        {"model": [("parameters", 24_000_123), ("rounds", 5)], "mesh": [("data", "8 devices")]}
+    )
+    assert text.splitlines() == [
+        "── model ───────────────",
+        "  parameters  24,000,123",
+        "  rounds      5",
+        "── mesh ────────────────",
+        "  data        8 devices",
+        "────────────────────────",
+    ]
+
+
+SHOW = """
+import logging, time
+import absl.logging
+from mogrifier_jax import progress
+progress.setup_logging()
+with progress.Progress(40, 1000, seconds=0.0, unit="ppl") as bar:
+    for step in (10, 20, 30, 40):
+        time.sleep(0.15)
+        bar.update(step, 1.0)
+        absl.logging.info("noted %d", step)
+absl.logging.warning("careful")
+"""
+
+
+def test_on_a_terminal_there_is_a_bar_and_each_line_comes_once():
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 100))
+    with subprocess.Popen(
+        [sys.executable, "-c", SHOW], stderr=follower, stdout=follower
+    ) as process:
+        os.close(follower)
+        output = b""
+        try:
+            while chunk := os.read(leader, 4096):
+                output += chunk
+        except OSError:  # How a pseudo-terminal says that it is over.
+            pass
+    os.close(leader)
+    assert process.returncode == 0
+    text = output.decode()
+    assert text.count("noted 20") == 1
+    assert text.count("warning: careful") == 1
+    assert "20/40" in text and "ppl 2.72" in text and "tok/s" in text and "left" in text
+    assert "step 20/40" not in text
+
+
+def test_without_a_terminal_there_are_lines():
+    result = subprocess.run(
+        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True
+    )
+    lines = result.stderr.splitlines()
+    assert len(lines) == 9
+    assert "step 20/40 loss 1.0000  ppl 2.72" in lines[2]
+    assert lines[3].endswith(" noted 20")
+
+
+def test_lines_come_no_more_often_than_asked(caplog):
+    logging.set_verbosity(logging.INFO)
+    with progress.Progress(100, 10, seconds=3600, unit="bpc") as bar:
+        for step in range(1, 50):
+            bar.update(step, 1.0)
+    assert "step" not in caplog.text
+    assert bar.tokens_per_second > 0
+
+
+def test_a_pause_does_not_count(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with progress.Progress(100, 10) as bar:
+        clock[0] += 1
+        bar.update(5, 1.0)
+        assert bar.tokens_per_second == 50
+        with bar.paused():
+            clock[0] += 1000
+        clock[0] += 1
+        bar.update(10, 1.0)
+        assert bar.tokens_per_second == 50
+
+
+@pytest.mark.parametrize("unit", ["ppl", "bpc"])
+def test_learning_curve(tmp_path, unit):
+    with metrics.MetricWriter(tmp_path) as writer:
+        for turn in range(5):
+            nats = 4 * math.exp(-turn)
+            writer.write(
+                turn * 10, "eval", turn=turn, valid_nats=nats, averaged=turn > 2, best=True
+            )
+            writer.write(turn * 10 + 5, "train", loss_nats=nats if turn < 4 else math.nan)
+    content = plots.learning_curve(tmp_path, unit=unit).read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 10_000
+
+
+def test_learning_curve_of_nothing_is_refused(tmp_path):
+    with pytest.raises(errors.UsageError, match="nothing to draw"):
+        plots.learning_curve(tmp_path)
