@@ -1,0 +1,18 @@
+"""TFDS builders, one file per corpus; importing this package registers them.
+
+    import mogrifier_jax.datasets
+    tfds.data_source("ptb", split="train", data_dir=...)
+
+No builder needs TensorFlow. `corpora.py` turns what they store into ids.
+"""
+
+from mogrifier_jax.datasets import enwik8, mwc, ptb, ptb_char, text, wikitext2
+
+BUILDERS = {
+    "ptb": ptb.Ptb,
+    "ptb_char": ptb_char.PtbChar,
+    "wikitext2": wikitext2.Wikitext2,
+    "enwik8": enwik8.Enwik8,
+    "mwc": mwc.Mwc,
+    "text": text.Text,
+}

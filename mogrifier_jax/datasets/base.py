@@ -1,0 +1,113 @@
+"""What the builders share: a split is its text as bytes, in a few large records.
+
+Prepared data appears under its final name only when it is whole, and carries the sha256 of
+each split, which `read` checks. `sources.py` finds the files; the corpora stand beside.
+"""
+
+import contextlib
+import hashlib
+import sys
+import time
+
+import numpy as np
+import tensorflow_datasets as tfds
+from etils import epath
+
+from mogrifier_jax import errors
+from mogrifier_jax.datasets import sources
+
+SPLITS = ("train", "valid", "test")
+_RECORD_BYTES = 1 << 20
+_LEFTOVER_SECONDS = 24 * 3600  # No preparation takes a day: what is older was killed.
+
+
+class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """A corpus of three texts; a subclass gives the SOURCE and a text about it."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012 (the name and type are tfds's)
+    MANUAL_DOWNLOAD_INSTRUCTIONS = "Optional: the files as published, plain, packed or archived."
+
+    SOURCE: sources.Source
+    DESCRIPTION: str
+    HOMEPAGE: str | None = None
+    CITATION: str | None = None
+
+    def __init__(self, *, file_format=None, **kwargs):
+        # The default of tfds needs TensorFlow to write.
+        super().__init__(file_format=file_format or "array_record", **kwargs)
+
+    def load_texts(self, source_dir) -> tuple[bytes, ...]:
+        """The bytes of train, valid and test, checked."""
+        return sources.load(self.SOURCE, source_dir)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Tensor(shape=(None,), dtype=np.uint8, encoding="bytes")
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.DESCRIPTION,
+            homepage=self.HOMEPAGE,
+            citation=self.CITATION,
+            features=tfds.features.FeaturesDict({"text": text}),
+            disable_shuffling=True,
+            metadata=tfds.core.MetadataDict(),
+        )
+
+    def _split_generators(self, dl_manager):
+        try:
+            source_dir = dl_manager.manual_dir
+        except AssertionError:  # There is none, or nothing is in it.
+            source_dir = None
+        texts = dict(zip(SPLITS, self.load_texts(source_dir), strict=True))
+        self.info.metadata["sha256"] = {
+            split: hashlib.sha256(text).hexdigest() for split, text in texts.items()
+        }
+        return {split: self._generate_examples(text) for split, text in texts.items()}
+
+    def _generate_examples(self, text):
+        data = np.frombuffer(text, np.uint8)
+        for i, start in enumerate(range(0, len(data), _RECORD_BYTES)):
+            yield i, {"text": data[start : start + _RECORD_BYTES]}
+
+
+def prepare(make_builder, source_dir=None) -> TextBuilder:
+    """Returns the builder with its data prepared; several processes may do so at once."""
+    builder = make_builder()
+    if not builder.data_path.exists():
+        _remove_leftovers(builder.data_path.parent)
+        if not sys.stderr.isatty():
+            tfds.disable_progress_bar()
+        config = tfds.download.DownloadConfig(manual_dir=source_dir)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # Standard output is for results.
+                builder.download_and_prepare(download_config=config)
+        except OSError:
+            # Another process was faster, and its data is as good.
+            if not builder.data_path.exists():
+                raise
+            builder = make_builder()
+    return builder
+
+
+def read(builder: TextBuilder, split: str) -> np.ndarray:
+    """The bytes of a prepared split."""
+    try:
+        source = builder.as_data_source(split)
+        records = source.__getitems__(list(range(len(source))))
+        text = np.concatenate([record["text"] for record in records])
+        if hashlib.sha256(text).hexdigest() == builder.info.metadata["sha256"][split]:
+            return text
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError):
+        pass  # Reading damaged records fails in many ways.
+    raise errors.UsageError(
+        f"the prepared {split} text in {builder.data_path} is damaged; delete that folder and "
+        "start again"
+    )
+
+
+def _remove_leftovers(folder: epath.Path) -> None:
+    """Deletes what preparations that were killed long ago have left behind."""
+    if folder.exists():
+        for path in folder.glob("incomplete.*"):
+            if time.time() - path.stat().mtime > _LEFTOVER_SECONDS:
+                path.rmtree(missing_ok=True)

@@ -1,0 +1,46 @@
+"""Multilingual Wikipedia Corpus, the single text, large setting."""
+
+import tensorflow_datasets as tfds
+
+from mogrifier_jax.datasets import base, sources
+
+LANGUAGES = ("en", "fi")
+
+
+def make_source(language: str) -> sources.Source:
+    """The files of one language; no checksums of them are known."""
+    folder = f"wiki_{language}"
+    return sources.Source(
+        name=f"mwc ({language})",
+        files=tuple(
+            sources.File(f"{folder}/ptb_format_large/{folder}.{part}.raw.unk")
+            for part in ("tr", "va", "te")
+        ),
+        folders=("mwc",),
+        archives=("P17-1137.Datasets.zip", "mwc.zip", "mwc.tar.gz", "mwc.tgz"),
+        urls=("https://aclanthology.org/attachments/P17-1137.Datasets.zip",),
+    )
+
+
+class Mwc(base.TextBuilder):
+    """Articles in English or Finnish, read as characters; rare ones are marked in the files."""
+
+    BUILDER_CONFIGS = [  # noqa: RUF012 (the name and type are tfds's)
+        tfds.core.BuilderConfig(name=language, description=f"The articles in {language!r}.")
+        for language in LANGUAGES
+    ]
+    DESCRIPTION = "Wikipedia articles, 600 / 60 / 60 in each language. UTF-8, read as characters."
+    HOMEPAGE = "http://k-kawakami.com/research/mwc"
+    CITATION = """\
+@inproceedings{kawakami2017learning,
+  title={Learning to Create and Reuse Words in Open-Vocabulary Neural Language Modeling},
+  author={Kawakami, Kazuya and Dyer, Chris and Blunsom, Phil},
+  booktitle={Association for Computational Linguistics},
+  year={2017}
+}
+"""
+
+    @property
+    def SOURCE(self) -> sources.Source:
+        """The files of the configured language."""
+        return make_source(self.builder_config.name)

@@ -1,0 +1,117 @@
+"""Any text of the user's: three files, or one file cut by fractions at ends of lines."""
+
+import dataclasses
+import hashlib
+import pathlib
+
+import tensorflow_datasets as tfds
+
+from mogrifier_jax import errors, vocabulary
+from mogrifier_jax.datasets import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Which files, and how they are read: `path`, or `train`, `valid` and `test`."""
+
+    path: str | None = None
+    train: str | None = None
+    valid: str | None = None
+    test: str | None = None
+    fractions: tuple[float, ...] = (0.9, 0.05, 0.05)
+    level: str = "character"
+    encoding: str = "utf-8"
+
+    def __post_init__(self):
+        vocabulary.check_level(self.level)
+        three = (self.train, self.valid, self.test)
+        if (all(three) and not self.path) or (self.path and not any(three)):
+            return
+        raise errors.UsageError(
+            f"text files path={self.path!r}, train={self.train!r}, valid={self.valid!r}, "
+            f"test={self.test!r}: give either path alone or all of train, valid and test"
+        )
+
+
+@dataclasses.dataclass
+class TextConfig(tfds.core.BuilderConfig):
+    """The options, under a name that changes with them and with the files."""
+
+    options: Options | None = None
+
+
+class Text(base.TextBuilder):
+    """Local files; stored as UTF-8, or unchanged at level "byte"."""
+
+    DESCRIPTION = "A text from local files."
+
+    def load_texts(self, source_dir) -> tuple[bytes, ...]:
+        """Reads the files that the options name."""
+        return load_texts(self.builder_config.options)
+
+
+def make_config(options: Options) -> TextConfig:
+    """The config of these options, named after their content."""
+    digest = hashlib.sha256(repr((options.fractions, options.level, options.encoding)).encode())
+    for path in _paths(options):
+        digest.update(hashlib.sha256(_read_bytes(path)).digest())
+    stem = "".join(c if c.isalnum() else "_" for c in pathlib.Path(_paths(options)[0]).stem)
+    return TextConfig(name=f"{stem or 'text'}_{digest.hexdigest()[:16]}", options=options)
+
+
+def load_texts(options: Options) -> tuple[bytes, ...]:
+    """The bytes of train, valid and test."""
+    texts = [_read(path, options) for path in _paths(options)]
+    if options.path:
+        texts = cut(texts[0], options.fractions, options.path)
+    byte_level = options.level == "byte"
+    return tuple(text.encode("cp437" if byte_level else "utf-8") for text in texts)
+
+
+def cut(text: str, fractions, name: str) -> list[str]:
+    """Cuts a text by its number of lines; the last fraction takes what is left."""
+    fractions = tuple(fractions)
+    if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise errors.UsageError(f"fractions {fractions} must be three above 0 with the sum 1")
+    lines = text.splitlines(keepends=True)
+    first = round(len(lines) * fractions[0])
+    second = round(len(lines) * (fractions[0] + fractions[1]))
+    parts = lines[:first], lines[first:second], lines[second:]
+    if not all(parts):
+        raise errors.UsageError(
+            f"{name} has {len(lines)} lines, too few to cut by {fractions}: "
+            "each part needs a line; give a longer text or three files"
+        )
+    return ["".join(part) for part in parts]
+
+
+def _paths(options: Options) -> list[str]:
+    return [p for p in (options.path, options.train, options.valid, options.test) if p]
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        content = pathlib.Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise errors.UsageError(
+            f"text file {path} cannot be read ({error.strerror}); give the path of a text file"
+        ) from error
+    if not content:
+        raise errors.UsageError(f"text file {path} is empty; give a file with text")
+    return content
+
+
+def _read(path: str, options: Options) -> str:
+    content = _read_bytes(path)
+    encoding = "cp437" if options.level == "byte" else options.encoding
+    try:
+        return content.decode(encoding)
+    except LookupError as error:
+        raise errors.UsageError(
+            f"encoding {encoding!r} is unknown; use one that Python knows, such as utf-8"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise errors.UsageError(
+            f"text file {path} is not {encoding}: {error.reason} at byte {error.start}; set "
+            "encoding to the right one, or level to byte"
+        ) from error

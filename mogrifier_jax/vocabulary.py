@@ -1,0 +1,230 @@
+"""Vocabulary: tokens to ids and back, and a text to one array of ids.
+
+A text is cut into lines at every Unicode line boundary and each line ends in one
+end-of-line token. Letters: V vocabulary size, N lines. At level "byte" every byte is read as
+its CP437 character, so ids follow the code points of those characters. `corpora.py` reads the
+files, `data.py` cuts the ids into windows.
+"""
+
+import dataclasses
+import functools
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from mogrifier_jax import errors
+
+EOS = "▼"
+UNKNOWN = "<UNK>"
+LEVELS = ("word", "character", "byte")
+
+_NEWLINE, _RETURN = 10, 13
+_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # What `str.splitlines` cuts at.
+_NUM_CODE_POINTS = 0x110000
+_BLOCK = 1 << 22  # NumPy widens an index array to 8 bytes an entry: look up in blocks.
+
+
+class EncodedSplit(NamedTuple):
+    """One split as ids: every line followed by eos."""
+
+    tokens: np.ndarray  # [total] uint8, uint16 or int32: the smallest that holds V.
+    line_starts: np.ndarray  # [N] int64: where each line begins in `tokens`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The distinct tokens of a training text, eos and `<UNK>`; ids in code-point order."""
+
+    tokens: tuple[str, ...]
+    level: str
+
+    def __post_init__(self):
+        check_level(self.level)
+        for special in (EOS, UNKNOWN):
+            if special not in self.ids:
+                raise errors.UsageError(
+                    f"a vocabulary of {len(self)} tokens lacks {special!r}; "
+                    "make it with Vocabulary.from_text or Vocabulary.from_tokens"
+                )
+
+    @classmethod
+    def from_tokens(cls, tokens, level: str) -> "Vocabulary":
+        """Makes a vocabulary of these tokens with eos and `<UNK>` added."""
+        return cls(tuple(sorted({*tokens, EOS, UNKNOWN})), level)
+
+    @classmethod
+    def from_text(cls, text: str | bytes, level: str) -> "Vocabulary":
+        """Makes the vocabulary of a training text."""
+        check_level(level)
+        if level == "word":
+            words: set[str] = set()
+            for line in _as_text(text).splitlines():
+                words.update(line.split())
+            return cls.from_tokens(words, level)
+        codes = _codes(text, level)
+        seen = np.zeros(256 if level == "byte" else _NUM_CODE_POINTS, bool)
+        for start in range(0, len(codes), _BLOCK):
+            seen[codes[start : start + _BLOCK]] = True
+        seen[_NEWLINE] = False  # It ends lines and so becomes eos.
+        return cls.from_tokens((_character(code, level) for code in np.flatnonzero(seen)), level)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Vocabulary":
+        """Reads what `to_json` wrote."""
+        try:
+            fields = json.loads(text)
+            return cls(tuple(fields["tokens"]), fields["level"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.UsageError(
+                f"not a saved vocabulary ({error}); it is the JSON text of Vocabulary.to_json"
+            ) from error
+
+    def to_json(self) -> str:
+        """All that is needed to encode and decode without the corpus."""
+        return json.dumps({"level": self.level, "tokens": self.tokens})
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @functools.cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each token."""
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    @property
+    def eos_id(self) -> int:
+        """The id of the end-of-line token."""
+        return self.ids[EOS]
+
+    @property
+    def unknown_id(self) -> int:
+        """The id of every token that the training text lacks."""
+        return self.ids[UNKNOWN]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest dtype that holds every id."""
+        for dtype in (np.uint8, np.uint16):
+            if len(self) <= np.iinfo(dtype).max + 1:
+                return np.dtype(dtype)
+        return np.dtype(np.int32)
+
+    def encode_split(self, text: str | bytes) -> EncodedSplit:
+        """Encodes whole lines; a last line without a line break also gets its eos."""
+        if self.level == "word":
+            return self._encode_words(_as_text(text))
+        return self._encode_codes(_codes(text, self.level))
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes the beginning of a text: an unfinished last line gets no eos, unlike above."""
+        tokens = self.encode_split(text).tokens
+        if self.level == "byte":
+            last = _as_bytes(text)[-1:].decode("cp437")
+        else:
+            last = _as_text(text)[-1:]
+        return tokens if not last or last in _BREAKS else tokens[:-1]
+
+    def decode(self, ids) -> str:
+        """The text of these ids, eos as a newline (bytes that are not UTF-8 become U+FFFD)."""
+        tokens = [self.tokens[int(i)] for i in np.asarray(ids).reshape(-1)]
+        if self.level == "word":
+            lines: list[list[str]] = [[]]
+            for token in tokens:
+                if token == EOS:
+                    lines.append([])
+                else:
+                    lines[-1].append(token)
+            return "\n".join(" ".join(line) for line in lines)
+        if self.level == "character":
+            return "".join({EOS: "\n", UNKNOWN: "\ufffd"}.get(token, token) for token in tokens)
+        special = {EOS: b"\n", UNKNOWN: "\ufffd".encode()}
+        data = b"".join(special.get(token) or token.encode("cp437") for token in tokens)
+        return data.decode("utf-8", "replace")
+
+    def find_unknown(self, text: str | bytes) -> list[str]:
+        """The distinct tokens of a text that map to `<UNK>`, in order of first appearance."""
+        if self.level == "word":
+            tokens = _as_text(text).split()
+        elif self.level == "character":
+            tokens = list(_as_text(text).replace("\n", ""))
+        else:
+            data = _as_bytes(text).replace(b"\n", b"")
+            return [f"0x{b:02x}" for b in dict.fromkeys(data) if _character(b, "byte") not in self]
+        return [token for token in dict.fromkeys(tokens) if token not in self]
+
+    def __contains__(self, token: str) -> bool:
+        return token in self.ids
+
+    def _encode_words(self, text: str) -> EncodedSplit:
+        tokens: list[int] = []
+        starts: list[int] = []
+        ids, eos, unknown = self.ids, self.eos_id, self.unknown_id
+        for line in text.splitlines():
+            starts.append(len(tokens))
+            tokens.extend(ids.get(word, unknown) for word in line.split())
+            tokens.append(eos)
+        return EncodedSplit(np.array(tokens, self.dtype), np.array(starts, np.int64))
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        """Id by code (a byte or a code point); a newline is eos."""
+        table = np.full(
+            256 if self.level == "byte" else _NUM_CODE_POINTS, self.unknown_id, self.dtype
+        )
+        for token, i in self.ids.items():
+            if len(token) == 1 and not (self.level == "byte" and token == EOS):
+                table[token.encode("cp437")[0] if self.level == "byte" else ord(token)] = i
+        table[_NEWLINE] = self.eos_id
+        return table
+
+    def _encode_codes(self, codes: np.ndarray) -> EncodedSplit:
+        tokens = np.empty(len(codes), self.dtype)
+        is_break = np.zeros(len(self._table), bool)
+        # U+0085 and beyond are no line breaks as bytes: CP437 has letters there.
+        is_break[[ord(c) for c in _BREAKS if self.level != "byte" or ord(c) < 128]] = True
+        found = [np.empty(0, np.int64)]
+        for start in range(0, len(codes), _BLOCK):
+            block = codes[start : start + _BLOCK]
+            tokens[start : start + _BLOCK] = self._table[block]
+            found.append(np.flatnonzero(is_break[block]) + start)
+        breaks = np.concatenate(found)
+        # "\r\n" is one boundary, at its newline.
+        following = codes[np.minimum(breaks + 1, len(codes) - 1)] if len(breaks) else breaks
+        breaks = breaks[~((codes[breaks] == _RETURN) & (following == _NEWLINE))]
+        # A newline turns into eos; any other break stays a token and eos follows it.
+        stays = codes[breaks] != _NEWLINE
+        if stays.any():
+            tokens = np.insert(tokens, breaks[stays] + 1, self.dtype.type(self.eos_id))
+        ends = breaks + np.cumsum(stays)
+        if len(tokens) and (not len(ends) or ends[-1] != len(tokens) - 1):
+            ends = np.append(ends, len(tokens))
+            tokens = np.append(tokens, self.dtype.type(self.eos_id))
+        starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1]) if len(ends) else ends
+        return EncodedSplit(tokens, starts)
+
+
+def check_level(level: str) -> None:
+    """Refuses a level that is none of LEVELS."""
+    if level not in LEVELS:
+        raise errors.UsageError(f"level {level!r} is unknown; use one of {', '.join(LEVELS)}")
+
+
+def _as_text(text: str | bytes) -> str:
+    return text if isinstance(text, str) else bytes(text).decode("utf-8")
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
+
+
+def _codes(text: str | bytes, level: str) -> np.ndarray:
+    """The bytes (uint8) or the code points (uint32) of a text."""
+    if level == "byte":
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8)
+    return np.frombuffer(_as_text(text).encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _character(code: int, level: str) -> str:
+    return bytes([code]).decode("cp437") if level == "byte" else chr(code)
