@@ -143,9 +143,9 @@ class Checkpoints:
                 raise
             # Damage comes as whatever the decoder that met it raises, a bare Exception included.
             except Exception as error:
-                failures[step] = str(error).strip().split("\n")[0][:300] or type(error).__name__
-                # A folder that is gone was removed by the run that is writing.
-                if path.exists() or which == "best":
+                failures[step] = _shorten(error)
+                # A folder that is gone and no longer named was removed by the run that is writing.
+                if path.exists() or (which == "best" and self.best_step == step):
                     logging.warning(
                         "checkpoint of step %d is damaged: %s (%s); trying the one before",
                         *(step, path, failures[step]),
@@ -310,6 +310,12 @@ def _quiet_failure() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
+def _shorten(error: Exception) -> str:
+    """The first line of what the storage library says, without its details."""
+    text = str(error).strip().split("\n")[0].split(" See full ")[0]
+    return text[:200] or type(error).__name__
+
+
 def _list_steps(folder: pathlib.Path) -> list[int]:
     if not folder.is_dir():
         return []
@@ -330,7 +336,7 @@ def _seal(content: dict[str, Any]) -> dict[str, Any]:
     return {"content": content, "sha256": _digest(content)}
 
 
-def _digest(content: dict[str, Any]) -> str:
+def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

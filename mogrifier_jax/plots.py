@@ -102,7 +102,7 @@ def _mirror(axes, right, unit: str) -> None:
 
     low, high = axes.get_ylim()
     right.set_ylim(low, high)
-    locator = ticker.MaxNLocator(7, steps=[1, 2, 5, 10])
+    locator: ticker.Locator = ticker.MaxNLocator(7, steps=[1, 2, 5, 10])
     if unit == "ppl":
         if high - low > 1.5:
             locator = ticker.LogLocator(subs=(1, 2, 5))

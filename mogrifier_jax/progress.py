@@ -74,7 +74,7 @@ class Progress:
             initial=first_step,
             # None: only on a terminal. Other processes than 0 never.
             disable=None if jax.process_index() == 0 else True,
-            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {postfix}",
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
             dynamic_ncols=True,
             leave=False,
         )

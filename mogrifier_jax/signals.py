@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from typing import Any
 
 import jax
 from absl import logging
@@ -16,10 +17,10 @@ class StopRequests:
     interrupts at once.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._calls = 0
         self._signal: int | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
         on_main_thread = threading.current_thread() is threading.main_thread()
