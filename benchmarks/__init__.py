@@ -1,0 +1,1 @@
+"""Speed, always as ratios of contenders measured in one run: `python -m benchmarks.<name>`."""
