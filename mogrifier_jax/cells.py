@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
@@ -55,7 +56,12 @@ def affine(params: Params, x: jax.Array) -> jax.Array:
 
 def widen(x: jax.Array) -> jax.Array:
     """Elementwise mathematics is done in at least float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide(x.dtype))
+
+
+def wide(dtype: Any) -> np.dtype:
+    """The dtype, or float32 if that is wider."""
+    return np.promote_types(dtype, np.float32)  # That of jnp refuses under strict promotion.
 
 
 def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
@@ -219,12 +225,13 @@ def hoist(params: Params, xs: jax.Array) -> tuple[Params, jax.Array]:
     if "input" not in gates:
         return params, xs
     if "rounds" not in params and "scaling" not in params:
-        zs = project(xs, gates["input"], gates.get("bias"))
+        zs = project(xs, gates["input"].astype(xs.dtype), gates.get("bias"))
         rest = {name: gates[name] for name in gates if name not in ("input", "bias")}
         if "multiplicative" not in params:
             return {**params, "gates": rest}, zs.astype(xs.dtype)
         maps = params["multiplicative"]
-        zs = jnp.concatenate([project(xs, maps["input"])[..., None, :], zs], -2)
+        ms = project(xs, maps["input"].astype(xs.dtype))
+        zs = jnp.concatenate([ms[..., None, :], zs], -2)
         maps = {"recurrent": maps["recurrent"]}
         return {**params, "gates": rest, "multiplicative": maps}, zs.astype(xs.dtype)
     if "multiplicative" in params or "shift" in gates or "candidate_bias" in gates:
