@@ -5,6 +5,7 @@ follow `nn.RNNCellBase`, so they work in `nn.RNN` and `nn.Bidirectional`; `Layer
 of them over a [T, B, D] window, by the fast path of `recurrence.py` or a plain `nn.scan`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from mogrifier_jax import cells, errors, recurrence
 
@@ -112,9 +114,7 @@ class Cell(nn.RNNCellBase):
     def init_round(self, key: jax.Array, input_size: int, index: int) -> dict[str, jax.Array]:
         """The map of one round, from h to x in odd ones and from x to h in even ones."""
         sizes = (self.hidden_size, input_size) if index % 2 else (input_size, self.hidden_size)
-        return init_map(
-            key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype
-        )
+        return init_map(key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype)
 
     def check_carry(self, carry: Any, x: jax.Array) -> None:
         """A carry of another cell or batch is an error here, not a shape puzzle later."""
@@ -223,7 +223,7 @@ class MLSTMCell(MogrifierLSTMCell):
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
         """Declares the parameters; returns them in the form `cells` reads."""
-        params = self.shared_weights(input_size)
+        params = super().weights(input_size)
         params["multiplicative"] = self.param("multiplicative", self.init_product, input_size)
         return params
 
@@ -273,6 +273,17 @@ CELLS: dict[str, Callable[..., Cell]] = {
     "mogrifier_gru": MogrifierGRUCell,
     "mogrifier_elman": MogrifierElmanCell,
 }
+
+
+def accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that this kind of cell has; the others are named in a warning."""
+    check(cell in CELLS, f"cell {cell!r} is not known; use one of {', '.join(CELLS)}")
+    make = CELLS[cell]
+    names = {field.name for field in dataclasses.fields(getattr(make, "func", make))}
+    ignored = sorted(options.keys() - names)
+    if ignored:
+        logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
+    return {name: value for name, value in options.items() if name in names}
 
 
 class Mogrifier(nn.Module):
@@ -340,7 +351,7 @@ class Layer(nn.Module):
             )
             return run(self.cell, carry, (xs, scanned))
         weights, xs = cells.hoist(self.cell.weights(xs.shape[-1]), xs)
-        return recurrence.scan(
+        carry, hs = recurrence.scan(
             functools.partial(_step, self.cell.cell),
             weights,
             carry,
@@ -351,6 +362,7 @@ class Layer(nn.Module):
             remat_window=self.remat_window,
             unroll=self.unroll,
         )
+        return carry, hs if valid is None else jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
 
     def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
         """As a call without dropout, and every gate at every step, [T, B, ...] each."""
@@ -366,25 +378,23 @@ class Layer(nn.Module):
 
 
 def _step(cell, params, carry, x, valid=None, **mask):
-    """A step of a pure cell, with what happens beyond an example's end."""
+    """A step of a pure cell; beyond an example's end the state stays as it is."""
     after, _ = cell(params, carry, x, **mask)
-    return _select(valid, after, carry)
+    return after if valid is None else _select(valid, after, carry)
 
 
 def _advance(module, carry, x, scanned, constant):
-    """The same through the Flax module, for the plain path."""
+    """The same through the Flax module, for the plain path; also returns the output."""
     extras = {**scanned, **constant}
     valid = extras.pop("valid", None)
-    after, _ = module(carry, x, **extras)
-    return _select(valid, after, carry)
+    after, h = module(carry, x, **extras)
+    if valid is None:
+        return after, h
+    return _select(valid, after, carry), jnp.where(valid[:, None], h, jnp.zeros_like(h))
 
 
 def _select(valid, after, before):
-    if valid is None:
-        return after, after.h
-    valid = valid[:, None]
-    carry = jax.tree.map(lambda new, old: jnp.where(valid, new, old), after, before)
-    return carry, jnp.where(valid, after.h, jnp.zeros_like(after.h))
+    return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, before)
 
 
 def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:

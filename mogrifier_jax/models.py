@@ -6,6 +6,8 @@ first, as the recurrence wants it. Dropout rates are values, not switches: they 
 traced, and `None` takes the operation away.
 """
 
+import dataclasses
+import difflib
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax import cells, layers
+from mogrifier_jax import cells, layers, sizing
 
 Dtype = Any
 check = layers.check
@@ -49,6 +51,12 @@ def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
 def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
     """Truncated normal whose real deviation is sqrt(factor / fan): lamb's embeddings."""
     return nn.initializers.truncated_normal((factor / fan) ** 0.5 / 0.87962566)
+
+
+def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
+    """A zero carry for each layer of a stack or model."""
+    cell = layers.CELLS[module.cell](module.hidden_size, dtype=module.dtype, parent=None)
+    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
 
 
 class Stack(nn.Module):
@@ -93,20 +101,14 @@ class Stack(nn.Module):
         if self.trainable_initial_state:
             self.initial_state = self.param("initial_state", self.init_initial_state)
 
-    def zero_carry(self, batch_size: int) -> tuple[Any, ...]:
-        """A zero carry for each layer."""
-        make = layers.CELLS[self.cell](self.hidden_size, dtype=self.dtype, parent=None)
-        zero = make.initialize_carry(None, (batch_size, self.hidden_size))
-        return (zero,) * self.num_layers
-
     def init_initial_state(self, key: jax.Array) -> tuple[Any, ...]:
         """Zeros, to be trained."""
         del key
-        return jax.tree.map(lambda a: cells.widen(a[0]), self.zero_carry(1))
+        return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
 
     def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
         """What a sequence starts from: zeros, or the trained initial state."""
-        zeros = self.zero_carry(batch_size)
+        zeros = zero_carry(self, batch_size)
         if not self.trainable_initial_state:
             return zeros
         return jax.tree.map(lambda v, z: cells.stretch(v, z), self.initial_state, zeros)
@@ -221,9 +223,29 @@ class LanguageModel(nn.Module):
         """(inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
         return self.logits(inputs, carry)
 
+    @nn.nowrap
+    def zero_carry(self, batch_size: int) -> Any:
+        """What a stream starts from, unless the initial state is trained."""
+        return zero_carry(self, batch_size)
+
+    @nn.nowrap
+    def example(self) -> dict[str, Any]:
+        """Arguments of `init`."""
+        return {"inputs": jnp.zeros((1, 1), jnp.int32)}
+
     def initial_carry(self, batch_size: int) -> Any:
-        """What a stream starts from."""
+        """What an example that stands alone starts from."""
         return self.stack.initial_carry(batch_size)
+
+    def batch_nats(
+        self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
+    ) -> tuple[jax.Array, Any]:
+        """`nats` of a `data.Window`; an example that stands alone has the carry ()."""
+        start = None if carry == () else carry
+        nats, end = self.nats(
+            batch.inputs, batch.targets, start, batch.lengths, rates, temperature
+        )
+        return nats, () if start is None else end
 
     def nats(
         self,
@@ -356,7 +378,7 @@ class Softmax(nn.Module):
 
     def component_logits(self, matrix, temperature, us) -> jax.Array:
         """[..., V] for each component, in at least float32."""
-        wide = jnp.promote_types(us.dtype, jnp.float32)
+        wide = cells.wide(us.dtype)
         contract = (((us.ndim - 1,), (1,)), ((), ()))
         logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
         return (logits + cells.stretch(self.bias, logits)) * jnp.asarray(temperature, wide)
@@ -446,3 +468,71 @@ def _valid(lengths: jax.Array, steps: int) -> jax.Array:
 def _zeros(key, shape, dtype=jnp.float32):
     del key
     return jnp.zeros(shape, dtype)
+
+
+def make_model(
+    vocab_size: int,
+    *,
+    num_params: int | None = None,
+    hidden_size: int | None = None,
+    embedding_ratio: float = 1.0,
+    encoder_decoder: bool = False,
+    dtype: str = "float32",
+    **options: Any,
+) -> LanguageModel | EncoderDecoder:
+    """A model from `config.model`: sizes solved from the budget, cell options sorted out."""
+    kind = EncoderDecoder if encoder_decoder else LanguageModel
+    of_model = {field.name for field in dataclasses.fields(kind)} - {"parent", "name"}
+    of_cells = {f.name for c in _CELL_CLASSES for f in dataclasses.fields(c)} - of_model
+    known = sorted(of_model | of_cells)
+    for name in options:
+        near = difflib.get_close_matches(name, known) or known
+        check(name in known, f"model.{name} is not an option; did you mean {' or '.join(near)}?")
+    check(
+        dtype in ("float32", "bfloat16", "float64"),
+        f"model.dtype {dtype!r} is not known; use 'float32' or 'bfloat16'",
+    )
+    cell_options = {name: value for name, value in options.items() if name in of_cells}
+    make = functools.partial(
+        kind,
+        vocab_size=vocab_size,
+        cell_options=layers.accepted_options(options.get("cell", kind.cell), cell_options),
+        dtype=jnp.dtype(dtype),
+        **{name: value for name, value in options.items() if name in of_model},
+    )
+    if hidden_size is None:
+        check(
+            num_params is not None,
+            "neither model.hidden_size nor model.num_params is set; set one of them",
+        )
+        trial = make(hidden_size=1, embedding_size=1)
+        hidden_size = sizing.solve_hidden_size(
+            num_params, embedding_ratio=embedding_ratio, **_what_counts(trial)
+        )
+    embedding_size = sizing.embedding_size(hidden_size, embedding_ratio)
+    return make(hidden_size=hidden_size, embedding_size=embedding_size)
+
+
+def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
+    """How many trainable scalars each part has, by formula."""
+    return sizing.count_by_part(
+        hidden_size=model.hidden_size, embedding_size=model.embedding_size, **_what_counts(model)
+    )
+
+
+_CELL_CLASSES = (layers.MogrifierLSTMCell, layers.MogrifierGRUCell, layers.MogrifierElmanCell)
+
+
+def _what_counts(model) -> dict[str, Any]:
+    """What decides the number of parameters, apart from the two sizes."""
+    cell = layers.CELLS[model.cell](1 << 30, **dict(model.cell_options))
+    counted = [field.name for field in dataclasses.fields(sizing.CellOptions)]
+    return dict(
+        vocab_size=model.vocab_size,
+        num_layers=model.num_layers,
+        cell=model.cell,
+        tied_embeddings=getattr(model, "tied_embeddings", False),
+        mixture_components=getattr(model, "mixture_components", 0),
+        encoder_decoder=isinstance(model, EncoderDecoder),
+        **{name: getattr(cell, name) for name in counted if hasattr(cell, name)},
+    )

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from mogrifier_jax import cells
 
-# step(params, carry, x, **extras) -> (carry, y)
-Step = Callable[..., tuple[Any, jax.Array]]
+# step(params, carry, x, **extras) -> carry, whose h is the output.
+Step = Callable[..., Any]
 
 
 def scan(
@@ -35,7 +35,7 @@ def scan(
     remat_window: int | None = None,
     unroll: int = 1,
 ) -> tuple[Any, jax.Array]:
-    """Runs `step` over the leading axis of xs and `scanned`; returns (carry, ys [T, B, H]).
+    """Runs `step` over the leading axis of xs and `scanned`; returns (carry, hs [T, B, H]).
 
     Args:
       params: tree in storage dtype. Leaves with two or more axes are matrices, used in
@@ -55,12 +55,12 @@ def scan(
         lambda a: a[:whole].reshape(whole // remat_window, remat_window, *a.shape[1:]),
         (xs, scanned),
     )
-    carry, ys = jax.lax.scan(chunk, carry, parts)
-    ys = ys.reshape(whole, *ys.shape[2:])
+    carry, hs = jax.lax.scan(chunk, carry, parts)
+    hs = hs.reshape(whole, *hs.shape[2:])
     if whole < steps:
         carry, rest = chunk(carry, jax.tree.map(lambda a: a[whole:], (xs, scanned)))
-        ys = jnp.concatenate([ys, rest])
-    return carry, ys
+        hs = jnp.concatenate([hs, rest])
+    return carry, hs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -69,7 +69,8 @@ def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
 
     def body(carry, inputs):
         x, extras = inputs
-        return step(params, carry, x, **extras, **constant)
+        carry = step(params, carry, x, **extras, **constant)
+        return carry, carry.h
 
     return jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
 
@@ -85,39 +86,43 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
             outputs[name] = jnp.tensordot(x, taps.matrices[name], axes=1)
             return outputs[name]
 
-        after, y = step(taps.replace(note), carry, x, **extras, **constant)
-        return after, (y, carry, outputs)
+        carry = step(taps.replace(note), carry, x, **extras, **constant)
+        return carry, (carry, taps.pack(outputs))
 
-    last, (ys, carries, outputs) = jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
-    return (last, ys), (params, xs, scanned, constant, carries, outputs)
+    last, (carries, outputs) = jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
+    return (last, carries.h), (params, carry, xs, scanned, constant, carries, outputs)
 
 
 def _backward(step, dtype, unroll, saved, cotangents):
-    params, xs, scanned, constant, carries, outputs = saved
-    d_last, d_ys = cotangents
+    params, first, xs, scanned, constant, carries, outputs = saved
+    d_last, d_hs = cotangents
     taps = Taps(params, dtype)
     # Materialised once, so that the matmuls of the loop read their matrix as it lies.
     transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.matrices))
+    carries = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[:-1]]), first, carries)
 
     def body(state, inputs):
         d_carry, d_vectors = state
-        d_y, carry, x, extras, outputs = inputs
+        d_h, carry, x, extras, outputs = inputs
 
         def replay(carry, x, outputs, vectors):
             recall = lambda name, x: _recall(x, outputs[name], transposed[name])
             return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
 
-        _, pull = jax.vjp(replay, carry, x, outputs, taps.vectors)
-        d_carry, d_x, d_outputs, d_vectors_here = pull((d_carry, d_y))
-        return (d_carry, jax.tree.map(jnp.add, d_vectors, d_vectors_here)), (d_x, d_outputs)
+        _, pull = jax.vjp(replay, carry, x, taps.unpack(outputs), taps.vectors)
+        d_carry = d_carry._replace(h=d_carry.h + d_h)
+        d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
+        d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
+        return (d_carry, d_vectors), (d_x, taps.pack(d_outputs))
 
     state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
     (d_carry, d_vectors), (d_xs, d_outputs) = jax.lax.scan(
-        body, state, (d_ys, carries, xs, scanned, outputs), reverse=True, unroll=unroll
+        body, state, (d_hs, carries, xs, scanned, outputs), reverse=True, unroll=unroll
     )
 
     def matmul_inputs(carry, x, extras, outputs):
         inputs = {}
+        outputs = taps.unpack(outputs)
 
         def recall(name, x):
             inputs[name] = x
@@ -190,19 +195,47 @@ class Taps:
         taps = {name: tap(name) for name in self.matrices}
         return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
 
-    def gradients(self, inputs, d_outputs, d_vectors):
-        """One matmul for each matrix, one sum for each bias."""
-        grads = dict(d_vectors)
-        for name in self.matrices:
-            d_output = d_outputs[name]
-            lead = d_output.ndim - self.matrices[name].ndim + 1
-            axes = tuple(range(lead))
-            wide = jnp.promote_types(d_output.dtype, jnp.float32)
-            grads[name] = jnp.tensordot(
-                inputs[name], d_output, (axes, axes), preferred_element_type=wide
+    def pack(self, outputs):
+        """Few large arrays to store at each step: slabs [N, B, F] of equal feature size F."""
+        slabs = {}
+        for name, matrix in self.matrices.items():
+            parts = slabs.setdefault(matrix.shape[-1], [])
+            output = outputs[name]
+            if matrix.ndim == 2:
+                parts.append(output)
+            else:
+                parts.extend(output[..., gate, :] for gate in range(matrix.shape[1]))
+        return {size: jnp.stack(parts) for size, parts in sorted(slabs.items())}
+
+    def unpack(self, slabs):
+        """The inverse of `pack`."""
+        outputs, taken = {}, dict.fromkeys(slabs, 0)
+        for name, matrix in self.matrices.items():
+            size, count = matrix.shape[-1], self._num_parts(name)
+            slab = slabs[size][taken[size] : taken[size] + count]
+            outputs[name] = slab[0] if matrix.ndim == 2 else jnp.moveaxis(slab, 0, -2)
+            taken[size] += count
+        return outputs
+
+    def _num_parts(self, name):
+        matrix = self.matrices[name]
+        return 1 if matrix.ndim == 2 else matrix.shape[1]
+
+    def gradients(self, inputs, d_slabs, d_vectors):
+        """One matmul over [T, B] for each matrix, one sum for each bias."""
+        grads, taken = dict(d_vectors), dict.fromkeys(d_slabs, 0)
+        for name, matrix in self.matrices.items():
+            size, count = matrix.shape[-1], self._num_parts(name)
+            d_output = d_slabs[size][:, taken[size] : taken[size] + count]  # [T, N, B, F]
+            taken[size] += count
+            wide = cells.wide(d_output.dtype)
+            contract = (((0, 1), (0, 2)), ((), ()))
+            grads[name] = jax.lax.dot_general(
+                inputs[name], d_output, contract, preferred_element_type=wide
             )
             if name in self._bias_of:
-                grads[self._bias_of[name]] = cells.widen(d_output).sum(axes)
+                grads[self._bias_of[name]] = d_output.astype(wide).sum((0, 2))
         return self._treedef.unflatten(
-            grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
+            grads[name].reshape(leaf.shape).astype(leaf.dtype)
+            for name, leaf in self._params.items()
         )

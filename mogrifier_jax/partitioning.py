@@ -1,0 +1,115 @@
+"""The mesh ("data", "model"), what lies where on it, and start-up on many hosts.
+
+The batch is split over "data", wide dimensions over "model". What a parameter's axes mean
+follows from its name (`LOGICAL_AXES`), and `MESH_AXES` says which of them are split; nothing
+else in the package knows of mesh axes beyond "data".
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mogrifier_jax import errors
+
+# By the end of a parameter's path: its logical axes, first to last.
+LOGICAL_AXES = {
+    "gates/input": ("features", "gates", "hidden"),
+    "gates/recurrent": ("features", "gates", "hidden"),
+    "gates/down": ("features", "rank"),
+    "gates/up": ("rank", "gates", "hidden"),
+    "gates/bias": ("gates", "hidden"),
+    "multiplicative/input": ("features", "hidden"),
+    "multiplicative/recurrent": ("features", "hidden"),
+    "down": ("hidden", "rank"),
+    "up": ("rank", "hidden"),
+    "kernel": ("features", "hidden"),
+    "embedding": ("vocab", "embed"),
+    "softmax/kernel": ("embed", "vocab"),
+    "softmax/bias": ("vocab",),
+    "carry/c": ("batch", "hidden"),
+    "carry/h": ("batch", "hidden"),
+}
+MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
+
+
+def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
+    """A mesh over all devices; -1 takes what the other axis leaves."""
+    devices = np.asarray(jax.devices() if devices is None else devices)
+    count = devices.size
+    sizes = {"data": data, "model": model}
+    for name, size in sizes.items():
+        if size == 0 or size < -1:
+            raise errors.UsageError(
+                f"mesh.{name} {size} is not a size: give 1 or more, or -1 for what is left"
+            )
+    if data == model == -1:
+        raise errors.UsageError("mesh.data and mesh.model are both -1: set one of them")
+    known = max(data, 1) * max(model, 1)
+    if (-1 in (data, model) and count % known) or (-1 not in (data, model) and known != count):
+        splits = ", ".join(f"{count // m} x {m}" for m in range(1, count + 1) if count % m == 0)
+        raise errors.UsageError(
+            f"mesh.data {data} x mesh.model {model} does not use all {count} devices: possible "
+            f"(data x model) are {splits}"
+        )
+    shape = tuple(count // known if size == -1 else size for size in sizes.values())
+    return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
+
+
+def check_fits(mesh: Mesh, *, batch_size: int, groups: int, hidden_size: int) -> None:
+    """Refuses a batch or a hidden size that the mesh cannot split evenly."""
+    data, model = mesh.shape["data"], mesh.shape["model"]
+    unit = data * groups
+    if batch_size % unit:
+        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+        near = " or ".join(str(size) for size in (below, above) if size)
+        per_group = f" times optimizer.accumulate ({groups})" if groups > 1 else ""
+        raise errors.UsageError(
+            f"batch_size {batch_size} is not a multiple of the data axis ({data}){per_group}; "
+            f"try {near}"
+        )
+    if hidden_size % model:
+        fitting = [m for m in range(1, 2 * model) if hidden_size % m == 0]
+        below, above = hidden_size // model * model, -(-hidden_size // model) * model
+        raise errors.UsageError(
+            f"hidden_size {hidden_size} is not a multiple of the model axis ({model}); try "
+            f"mesh.model {max(fitting)}, or model.hidden_size {below or above} or {above}"
+        )
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for each leaf of a state or parameter tree, by its name."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh)), tree
+    )
+
+
+def with_shardings(tree: Any, mesh: Mesh) -> Any:
+    """The abstract tree with the sharding of each leaf, as `checkpoints` wants it."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """On every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _spec(path, shape, mesh) -> PartitionSpec:
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    if "carry" in names:
+        names = ["carry", names[-1]]
+    for length in (2, 1):
+        axes = LOGICAL_AXES.get("/".join(names[-length:]))
+        if axes and len(axes) == len(shape):
+            break
+    else:
+        return PartitionSpec()
+    split = [MESH_AXES.get(axis) for axis in axes]
+    # An odd vocabulary stays whole; sizes that must divide are refused by `check_fits`.
+    fits = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(split, shape)]
+    return PartitionSpec(*fits)

@@ -1,0 +1,150 @@
+"""TrainState and the pure functions that move it: one step, and many in one dispatch.
+
+Axes: B stripes, T time, N groups of stripes whose gradients are accumulated, S steps.
+Numbers that are tuned are traced (`Hyperparameters`); what decides shapes and structure is
+a keyword. `train.py` jits these with shardings.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from mogrifier_jax import averaging, data, models, optim
+
+
+class Hyperparameters(NamedTuple):
+    """What may change without compiling again; scalars."""
+
+    learning_rate: Any
+    l2_penalty: Any
+    drop_state_probability: Any = 0.0  # Of resetting a stripe's carry before a window.
+    dropout: models.Dropout = models.Dropout()
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a resumed run needs. The step is also the position in the training stream."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    average: Any
+    carry: Any
+    key: jax.Array
+
+
+class Program(NamedTuple):
+    """What a training run is made of, apart from its numbers."""
+
+    model: Any
+    optimizer: optax.GradientTransformation
+    average: averaging.Averaging
+    # window_at(stream, step) gives the batch of a step.
+    window_at: Callable[[Any, jax.Array], Any]
+    accumulate: int = 1  # Groups that a batch is worked off in.
+    accumulate_reduce: str = "mean"  # "sum", as lamb: gradients are `accumulate` times larger.
+
+
+def init_state(key: jax.Array, *, program: Program, batch_size: int) -> TrainState:
+    """A fresh state; the parameters depend on the key alone, not on the batch."""
+    init_key, root_key = jax.random.split(key)
+    params = program.model.init(init_key, **program.model.example())["params"]
+    return TrainState(
+        step=jnp.zeros([], jnp.int32),
+        params=params,
+        opt_state=program.optimizer.init(params),
+        average=program.average.init(params),
+        carry=program.model.zero_carry(batch_size),
+        key=root_key,
+    )
+
+
+def train_step(
+    state: TrainState, batch: Any, hyper: Hyperparameters, *, program: Program
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update on a batch of windows; the metrics are nats per token and the gradient norm."""
+    step_key = jax.random.fold_in(state.key, state.step)
+    reset_key, dropout_key = jax.random.split(step_key)
+    carry = reset_stripes(state.carry, reset_key, state.step, hyper.drop_state_probability)
+    groups = program.accumulate
+
+    def loss_fn(params, batch, carry, group):
+        rngs = {"dropout": jax.random.fold_in(dropout_key, group)}
+        nats, carry = program.model.apply(
+            {"params": params}, batch, carry, hyper.dropout, rngs=rngs, method="batch_nats"
+        )
+        # The objective is a sum over time, as in lamb: clipping and L2 are on that scale.
+        return nats.sum(1).mean(), (carry, nats.sum())
+
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if groups == 1:
+        grads, (carry, nats) = grad_fn(state.params, batch, carry, 0)
+    else:
+
+        def add_group(total, inputs):
+            grads, (carry, nats) = grad_fn(state.params, *inputs)
+            return jax.tree.map(jnp.add, total, grads), (carry, nats)
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        parts = (into_groups((batch, carry), groups), jnp.arange(groups))
+        grads, (carry, nats) = jax.lax.scan(add_group, zeros, (*parts[0], parts[1]))
+        carry, nats = from_groups(carry), nats.sum()
+        if program.accumulate_reduce == "mean":
+            grads = jax.tree.map(lambda g: g / groups, grads)
+    scale = groups if program.accumulate_reduce == "sum" else 1
+    grads = optim.add_l2(grads, state.params, scale * hyper.l2_penalty)
+    direction, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
+    params = optim.descend(state.params, direction, hyper.learning_rate)
+    metrics = {"loss_nats": nats / num_targets(batch), "grad_norm": optax.tree.norm(grads)}
+    state = state.replace(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        average=program.average.update(state.average, params),
+        carry=carry,
+    )
+    return state, metrics
+
+
+def train_steps(
+    state: TrainState, stream: Any, hyper: Hyperparameters, *, program: Program, num_steps: int
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Many steps in one dispatch: windows are cut on the device; metrics are [S]."""
+
+    def body(state, _):
+        batch = program.window_at(stream, state.step)
+        return train_step(state, batch, hyper, program=program)
+
+    return jax.lax.scan(body, state, length=num_steps)
+
+
+def reset_stripes(carry: Any, key: jax.Array, step: jax.Array, probability: Any) -> Any:
+    """Zeroes the carry of each stripe with this probability, but never before the first window."""
+    leaves = jax.tree.leaves(carry)
+    if not leaves:
+        return carry
+    keep = data.keep_state(key, step, leaves[0].shape[0], probability)
+    return jax.tree.map(lambda a: jnp.where(keep[:, None], a, jnp.zeros_like(a)), carry)
+
+
+def num_targets(batch: data.Window) -> jax.Array:
+    """How many tokens a batch asks for."""
+    if batch.lengths is None:
+        return jnp.asarray(batch.targets.size, jnp.float32)
+    return jnp.maximum(batch.lengths.sum(), 1).astype(jnp.float32)
+
+
+def into_groups(tree: Any, groups: int) -> Any:
+    """[B, ...] to [N, B / N, ...]: every N-th stripe, so that a sharded batch stays in place."""
+    return jax.tree.map(
+        lambda a: jnp.moveaxis(a.reshape(a.shape[0] // groups, groups, *a.shape[1:]), 1, 0), tree
+    )
+
+
+def from_groups(tree: Any) -> Any:
+    """The inverse of `into_groups`."""
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:]), tree)
