@@ -69,6 +69,7 @@ def get_config(variant=""):
     )
     config = config_dict.ConfigDict()
     config.seed = 1
+    config.log_every = 20  # Steps; also how many run in one dispatch.
     config.data = dict(
         name="mwc",
         language=language,

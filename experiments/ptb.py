@@ -50,6 +50,7 @@ def get_config(variant=""):
     cell, size = experiment.choose(variant, ("mogrifier", "lstm"), ("", "small", "tiny"))
     config = config_dict.ConfigDict()
     config.seed = 1
+    config.log_every = 20  # Steps; also how many run in one dispatch.
     config.data = dict(
         name="ptb",
         batch_size=64,

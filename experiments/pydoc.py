@@ -24,6 +24,7 @@ def get_config(variant=""):
     cell, size = experiment.choose(variant, ("mogrifier", "lstm"), ("", "tiny"))
     config = config_dict.ConfigDict()
     config.seed = 1
+    config.log_every = 20  # Steps; also how many run in one dispatch.
     config.data = dict(
         name="pydoc",
         batch_size=32,

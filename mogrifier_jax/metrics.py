@@ -62,6 +62,11 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
+def show(nats: float, unit: str) -> str:
+    """A cross-entropy as people read it, "ppl 52.10" or "1.1480 bpc"."""
+    return f"ppl {perplexity(nats):.2f}" if unit == "ppl" else f"{bits(nats):.4f} {unit}"
+
+
 class MetricWriter:
     """Writes `metrics.jsonl`, `speed.jsonl` and TensorBoard files, on process 0 alone.
 

@@ -436,17 +436,38 @@ class EncoderDecoder(nn.Module):
             **shared,
         )
 
-    def __call__(self, source, source_lengths, inputs, targets, lengths):
-        """The nats, without dropout."""
-        return self.nats(source, source_lengths, inputs, targets, lengths)
+    @nn.nowrap
+    def zero_carry(self, batch_size: int) -> tuple[()]:
+        """Nothing is carried from batch to batch."""
+        del batch_size
+        return ()
+
+    @nn.nowrap
+    def example(self) -> dict[str, Any]:
+        """Arguments of `init`."""
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return {"source": tokens, "inputs": tokens, "targets": tokens}
+
+    def __call__(self, source, inputs, targets):
+        """The nats of full examples, without dropout."""
+        return self.nats(source, inputs, targets)
+
+    def batch_nats(
+        self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
+    ) -> tuple[jax.Array, Any]:
+        """`nats` of an `episodes.CopyBatch`; there is no carry."""
+        nats = self.nats(
+            batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, temperature
+        )
+        return nats, carry
 
     def nats(
         self,
         source: jax.Array,
-        source_lengths: jax.Array,
         inputs: jax.Array,
         targets: jax.Array,
-        lengths: jax.Array,
+        source_lengths: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         rates: Dropout | None = None,
         temperature: Any = 1.0,
     ) -> jax.Array:
@@ -456,7 +477,8 @@ class EncoderDecoder(nn.Module):
         if rates.input is not None:
             xs = dropout(rates.input, xs, self.make_rng("dropout"))
         carry = self.encoder.initial_carry(source.shape[0])
-        carry, _ = self.encoder(carry, xs, _valid(source_lengths, source.shape[1]), rates)
+        valid = None if source_lengths is None else _valid(source_lengths, source.shape[1])
+        carry, _ = self.encoder(carry, xs, valid, rates)
         return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
 
 

@@ -43,14 +43,18 @@ class Program(NamedTuple):
     model: Any
     optimizer: optax.GradientTransformation
     average: averaging.Averaging
-    # window_at(stream, step) gives the batch of a step.
-    window_at: Callable[[Any, jax.Array], Any]
+    batch_at: Callable[[Any, jax.Array], Any]  # (stream, step) to the batch of that step.
     accumulate: int = 1  # Groups that a batch is worked off in.
     accumulate_reduce: str = "mean"  # "sum", as lamb: gradients are `accumulate` times larger.
 
 
-def init_state(key: jax.Array, *, program: Program, batch_size: int) -> TrainState:
-    """A fresh state; the parameters depend on the key alone, not on the batch."""
+def init_state(
+    key: jax.Array, *, program: Program, batch_size: int, carries: bool = True
+) -> TrainState:
+    """A fresh state; the parameters depend on the key alone, not on the batch.
+
+    `carries` says whether the state of the recurrence goes on from batch to batch.
+    """
     init_key, root_key = jax.random.split(key)
     params = program.model.init(init_key, **program.model.example())["params"]
     return TrainState(
@@ -58,7 +62,7 @@ def init_state(key: jax.Array, *, program: Program, batch_size: int) -> TrainSta
         params=params,
         opt_state=program.optimizer.init(params),
         average=program.average.init(params),
-        carry=program.model.zero_carry(batch_size),
+        carry=program.model.zero_carry(batch_size) if carries else (),
         key=root_key,
     )
 
@@ -99,7 +103,7 @@ def train_step(
     grads = optim.add_l2(grads, state.params, scale * hyper.l2_penalty)
     direction, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
     params = optim.descend(state.params, direction, hyper.learning_rate)
-    metrics = {"loss_nats": nats / num_targets(batch), "grad_norm": optax.tree.norm(grads)}
+    metrics = {"loss_nats": nats / jnp.maximum(num_targets(batch), 1), "grad_norm": optax.tree.norm(grads)}
     state = state.replace(
         step=state.step + 1,
         params=params,
@@ -116,7 +120,7 @@ def train_steps(
     """Many steps in one dispatch: windows are cut on the device; metrics are [S]."""
 
     def body(state, _):
-        batch = program.window_at(stream, state.step)
+        batch = program.batch_at(stream, state.step)
         return train_step(state, batch, hyper, program=program)
 
     return jax.lax.scan(body, state, length=num_steps)
@@ -131,11 +135,10 @@ def reset_stripes(carry: Any, key: jax.Array, step: jax.Array, probability: Any)
     return jax.tree.map(lambda a: jnp.where(keep[:, None], a, jnp.zeros_like(a)), carry)
 
 
-def num_targets(batch: data.Window) -> jax.Array:
+def num_targets(batch: Any) -> jax.Array:
     """How many tokens a batch asks for."""
-    if batch.lengths is None:
-        return jnp.asarray(batch.targets.size, jnp.float32)
-    return jnp.maximum(batch.lengths.sum(), 1).astype(jnp.float32)
+    full = batch.targets.size if batch.lengths is None else batch.lengths.sum()
+    return jnp.asarray(full, jnp.float32)
 
 
 def into_groups(tree: Any, groups: int) -> Any:

@@ -130,6 +130,11 @@ def git_commit() -> str | None:
         return None
 
 
+def write_json(workdir: str | os.PathLike, name: str, values: Any) -> None:
+    """Writes a small JSON file of the run, whole or not at all."""
+    replace_text(pathlib.Path(workdir) / name, json.dumps(values, indent=2) + "\n")
+
+
 def replace_text(path: pathlib.Path, text: str) -> None:
     """Writes a file such that a reader, or a kill, finds the old text or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")

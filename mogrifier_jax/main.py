@@ -1,0 +1,65 @@
+"""Flags and dispatch: `python -m mogrifier_jax.main --config=experiments/pydoc.py`.
+
+Flags are defined here and nowhere else; each mode is a function of another module, imported
+when it is used.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from mogrifier_jax import errors
+
+FLAGS = flags.FLAGS
+MODES = ("train", "evaluate", "sample")
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
+_MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs a mode; errors that are meant for people end with a message, not a traceback."""
+    if len(argv) > 1:
+        raise errors.UsageError(f"{argv[1]!r} is not a flag; write --name=value")
+    if _MODE.value not in MODES:
+        raise errors.UsageError(f"--mode={_MODE.value} is not known; use {', '.join(MODES)}")
+    from mogrifier_jax import progress
+
+    progress.setup_logging()
+    {"train": train}[_MODE.value]()
+
+
+def train() -> None:
+    """Trains the experiment of --config in --workdir, going on where it was."""
+    if _CONFIG.value is None:
+        raise errors.UsageError(
+            "--config is missing; give an experiment, such as --config=experiments/pydoc.py"
+        )
+    from mogrifier_jax import train as training
+
+    workdir = _WORKDIR.value or default_workdir()
+    training.train_and_evaluate(_CONFIG.value, workdir)
+
+
+def default_workdir() -> str:
+    """runs/<experiment>, with the variant."""
+    path, _, variant = FLAGS["config"].config_filename.partition(":")
+    name = os.path.splitext(os.path.basename(path))[0]
+    return os.path.join("runs", "_".join([name, *variant.split(",")]).rstrip("_"))
+
+
+def run() -> None:
+    """The command line."""
+    try:
+        app.run(main)
+    except (errors.UsageError, errors.Diverged, errors.Interrupted) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    run()

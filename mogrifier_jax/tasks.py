@@ -1,0 +1,155 @@
+"""What is trained on: a stream of text, lines that stand alone, or the reverse copy task.
+
+A task knows its vocabulary, gives the batch of every training step, and cuts its splits
+into plans for evaluation. Everything after it is the same for all three.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from mogrifier_jax import corpora, data, episodes, errors, vocabulary
+
+
+class Plan(NamedTuple):
+    """A split laid out for evaluation."""
+
+    stream: Any  # What `batch_at` reads from: a tree of arrays.
+    batch_at: Callable[[Any, jax.Array], Any]  # (stream, index) to the batch of that window.
+    num_windows: int
+    batch_size: int
+    carries: bool  # Whether the state goes on from window to window.
+
+
+class Task(NamedTuple):
+    """See the module's docstring."""
+
+    vocabulary: vocabulary.Vocabulary
+    unit: str  # What a token is: "word", "character" or "byte".
+    encoder_decoder: bool
+    carries: bool
+    stream: Any
+    batch_at: Callable[[Any, jax.Array], Any]
+    plan: Callable[..., Plan]  # plan(split, num_stripes, window=None)
+    num_lines: Callable[[str], int]  # Of a split.
+    summary: tuple[tuple[str, Any], ...]  # Rows for the table at the start.
+
+    @property
+    def score_unit(self) -> str:
+        """In which unit people read a cross-entropy: perplexity or bits per token."""
+        return {"word": "ppl", "character": "bpc", "byte": "bpb"}[self.unit]
+
+
+def make_task(
+    key: jax.Array,
+    mesh: Mesh | None,
+    *,
+    name: str,
+    batch_size: int,
+    window: int,
+    episodic: bool = False,
+    **options: Any,
+) -> Task:
+    """The task of `config.data`; `key` draws the offsets and the jitter of the stripes."""
+    for label, value in (("batch_size", batch_size), ("window", window)):
+        if value < 1:
+            raise errors.UsageError(f"data.{label} {value} must be at least 1")
+    if name == "reverse_copy":
+        return _copy_task(batch_size, **options)
+    corpus = corpora.load_corpus(name, **options)
+    make = _line_task if episodic else _stream_task
+    return make(corpus, key, mesh, batch_size, window)
+
+
+def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
+    eos = corpus.vocabulary.eos_id
+
+    def plan(split, num_stripes, window=window):
+        encoded = getattr(corpus, split)
+        stream = data.make_eval_stream(encoded, num_stripes, eos, mesh)
+        return Plan(
+            stream,
+            functools.partial(data.eval_window, window=window),
+            data.num_windows(encoded, num_stripes, window=window),
+            stream.begins.shape[0],
+            carries=True,
+        )
+
+    return Task(
+        corpus.vocabulary,
+        corpus.unit,
+        encoder_decoder=False,
+        carries=True,
+        stream=data.make_train_stream(corpus.train, batch_size, key, eos, mesh),
+        batch_at=functools.partial(data.train_window, window=window),
+        plan=plan,
+        num_lines=lambda split: len(getattr(corpus, split).line_starts),
+        summary=_describe(corpus),
+    )
+
+
+def _line_task(corpus, key, mesh, batch_size, window) -> Task:
+    eos = corpus.vocabulary.eos_id
+    longest = max(episodes.limit_window(getattr(corpus, s), window) for s in episodes.SPLITS)
+
+    def plan(split, num_stripes, window=longest):
+        encoded = getattr(corpus, split)
+        return Plan(
+            episodes.make_line_stream(encoded, key, eos, mesh),
+            functools.partial(episodes.eval_lines, batch_size=num_stripes, window=window),
+            episodes.num_batches(len(encoded.line_starts), num_stripes),
+            num_stripes,
+            carries=False,
+        )
+
+    return Task(
+        corpus.vocabulary,
+        corpus.unit,
+        encoder_decoder=False,
+        carries=False,
+        stream=episodes.make_line_stream(corpus.train, key, eos, mesh),
+        batch_at=functools.partial(episodes.train_lines, batch_size=batch_size, window=longest),
+        plan=plan,
+        # Every line is an example, so each batch may be as large as in training.
+        num_lines=lambda split: 1 << 30,
+        summary=_describe(corpus),
+    )
+
+
+def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
+    del source_dir, data_dir  # Generated, not read.
+    task = episodes.ReverseCopy(**options)
+
+    def plan(split, num_stripes, window=None):
+        del window
+        return Plan(
+            (),
+            lambda _, index: episodes.eval_copies(task, split, index, batch_size=num_stripes),
+            episodes.num_batches(task.num_examples(split), num_stripes),
+            num_stripes,
+            carries=False,
+        )
+
+    return Task(
+        task.make_vocabulary(),
+        "word",
+        encoder_decoder=True,
+        carries=False,
+        stream=(),
+        batch_at=lambda _, index: episodes.train_copies(task, index, batch_size=batch_size),
+        plan=plan,
+        num_lines=lambda split: 1 << 30,
+        summary=(("task", "reverse copy"), ("length", task.length), ("examples", task.num_train)),
+    )
+
+
+def _describe(corpus) -> tuple[tuple[str, Any], ...]:
+    tokens = " / ".join(f"{len(getattr(corpus, split).tokens):,}" for split in episodes.SPLITS)
+    return (
+        ("corpus", corpus.name),
+        ("vocabulary", f"{len(corpus.vocabulary):,} {corpus.unit}s"),
+        ("tokens, train / valid / test", tokens),
+    )
