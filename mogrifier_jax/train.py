@@ -71,6 +71,16 @@ class Run(NamedTuple):
         """Shapes, dtypes and shardings of the state."""
         return partitioning.with_shardings(jax.eval_shape(self.init_state), self.mesh)
 
+    def jit_steps(self) -> jax.stages.Wrapped:
+        """(state, stream, hyper, num_steps=...) to (state, metrics), compiled as training runs it."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+        return jax.jit(
+            functools.partial(steps.train_steps, program=self.program),
+            static_argnames="num_steps",
+            donate_argnames="state",
+            out_shardings=(shardings, partitioning.replicated(self.mesh)),
+        )
+
 
 def make_run(config: config_dict.ConfigDict, mesh: Any = None, task: Any = None) -> Run:
     """Reads every section of a config; what does not fit is an error before any compute."""
@@ -193,17 +203,10 @@ class Loop:
     def __init__(self, run: Run, workdir: str, saved: checkpoints.Checkpoints):
         self.run, self.workdir, self.saved = run, workdir, saved
         config = run.config
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, run.abstract_state())
-        everywhere = partitioning.replicated(run.mesh)
         self._log_every = config.get("log_every", 20)
         if self._log_every < 1:
             raise errors.UsageError(f"log_every {self._log_every} must be at least 1 step")
-        self._steps = jax.jit(
-            functools.partial(steps.train_steps, program=run.program),
-            static_argnames="num_steps",
-            donate_argnames="state",
-            out_shardings=(shardings, everywhere),
-        )
+        self._steps = run.jit_steps()
         average = run.program.average
         self._candidates = jax.jit(average.candidates)
         self._after_evaluation = jax.jit(average.after_evaluation)
