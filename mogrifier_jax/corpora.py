@@ -9,11 +9,13 @@ import functools
 import importlib
 import os
 import pathlib
+from collections.abc import Callable
 
 import tqdm
 from etils import epath
 
-from mogrifier_jax import datasets, errors, vocabulary
+from mogrifier_jax import datasets, errors
+from mogrifier_jax import vocabulary as vocabularies
 from mogrifier_jax.datasets import base, mwc
 from mogrifier_jax.datasets import text as local_text
 
@@ -27,10 +29,10 @@ class Corpus:
 
     name: str
     unit: str  # What a token is: "word", "character" or "byte".
-    vocabulary: vocabulary.Vocabulary
-    train: vocabulary.EncodedSplit
-    valid: vocabulary.EncodedSplit
-    test: vocabulary.EncodedSplit
+    vocabulary: vocabularies.Vocabulary
+    train: vocabularies.EncodedSplit
+    valid: vocabularies.EncodedSplit
+    test: vocabularies.EncodedSplit
 
 
 def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corpus:
@@ -115,11 +117,11 @@ def _read_text(name, data_dir, source_dir, **options) -> Corpus:
 
 def _encode(name, level, unit, texts) -> Corpus:
     """Encodes train, valid and test one after the other, holding one text at a time."""
-    splits = []
+    splits: list[vocabularies.EncodedSplit] = []
     with tqdm.tqdm(total=3, desc=f"encoding {name}", unit="split", disable=None) as bar:
         for text in texts:
             if not splits:
-                vocab = vocabulary.Vocabulary.from_text(text, level)
+                vocab = vocabularies.Vocabulary.from_text(text, level)
             splits.append(vocab.encode_split(text))
             bar.update()
     return Corpus(name, unit, vocab, *splits)
@@ -145,7 +147,7 @@ def _default_source_dir(source_dir) -> pathlib.Path | None:
 
 _WORDS = functools.partial(_read_prepared, level="word", unit="word")
 # For each name its reader and the options that it takes.
-_READERS = {
+_READERS: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
     "ptb": (_WORDS, ()),
     "ptb_char": (functools.partial(_read_prepared, level="word", unit="character"), ()),
     "wikitext2": (_WORDS, ()),

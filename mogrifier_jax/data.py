@@ -47,7 +47,7 @@ class EvalStream(NamedTuple):
     eos: jax.Array  # [] int32.
 
 
-Stream = TypeVar("Stream", TrainStream, EvalStream)
+Stream = TypeVar("Stream")
 
 
 def make_train_stream(
@@ -69,7 +69,9 @@ def make_train_stream(
     base = int(jax.random.randint(base_key, (), 0, num_lines))
     stripes = np.arange(batch_size)
     bases = (base + stripes * num_lines // batch_size) % num_lines
-    stream = TrainStream(
+    return place(
+        TrainStream,
+        mesh,
         tokens=split.tokens,
         line_starts=split.line_starts.astype(np.int32),
         stripes=stripes.astype(np.int32),
@@ -77,7 +79,6 @@ def make_train_stream(
         key=jitter_key,
         eos=np.int32(eos_id),
     )
-    return place(stream, mesh)
 
 
 def train_window(stream: TrainStream, index: jax.Array | int, *, window: int) -> Window:
@@ -101,7 +102,8 @@ def train_window(stream: TrainStream, index: jax.Array | int, *, window: int) ->
 def draw_jitter(key: jax.Array, stripe: jax.Array, turn: jax.Array) -> jax.Array:
     """By how many lines a stripe's pass starts away from the stripe's base."""
     key = jax.random.fold_in(jax.random.fold_in(key, stripe), turn)
-    return jax.random.randint(key, (), -MAX_JITTER, MAX_JITTER + 1)
+    # Uniform to within 2^-24; `randint` would draw twice to do better.
+    return (jax.random.bits(key) % (2 * MAX_JITTER + 1)).astype(jnp.int32) - MAX_JITTER
 
 
 def keep_state(
@@ -121,13 +123,14 @@ def make_eval_stream(
     """Cuts a split into stripes of whole lines; empty ones fill up the mesh axis "data"."""
     begins, ends = _eval_stripes(split, num_stripes)
     padding = -len(begins) % (mesh.shape["data"] if mesh else 1)
-    stream = EvalStream(
+    return place(
+        EvalStream,
+        mesh,
         tokens=split.tokens,
         begins=np.pad(begins, (0, padding)).astype(np.int32),
         ends=np.pad(ends, (0, padding)).astype(np.int32),
         eos=np.int32(eos_id),
     )
-    return place(stream, mesh)
 
 
 def eval_window(stream: EvalStream, index: jax.Array | int, *, window: int) -> Window:
@@ -148,18 +151,15 @@ def num_windows(split: vocabulary.EncodedSplit, num_stripes: int, *, window: int
     return -(-int((ends - begins).max()) // window)
 
 
-def place(stream: Stream, mesh: Mesh | None) -> Stream:
-    """Puts stripes over the mesh axis "data" and the rest on every device; each process its own."""
+def place(stream_type: type[Stream], mesh: Mesh | None, **arrays) -> Stream:
+    """Puts stripes over the mesh axis "data", the rest on every device; each process its own."""
     if mesh is None:
-        return jax.tree.map(jnp.asarray, stream)
-    return jax.tree.map(_put, stream, make_shardings(stream, mesh))
-
-
-def make_shardings(stream: Stream, mesh: Mesh) -> Stream:
-    """The sharding of each array of a stream."""
-    over_data = {"stripes", "bases", "begins", "ends"}
-    specs = [PartitionSpec("data") if f in over_data else PartitionSpec() for f in stream._fields]
-    return type(stream)(*(NamedSharding(mesh, spec) for spec in specs))
+        return stream_type(**jax.tree.map(jnp.asarray, arrays))
+    over_data, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+    per_stripe = {"stripes", "bases", "begins", "ends"}
+    return stream_type(
+        **{k: _put(a, over_data if k in per_stripe else everywhere) for k, a in arrays.items()}
+    )
 
 
 def _put(leaf, sharding: NamedSharding) -> jax.Array:
@@ -190,18 +190,19 @@ def _first_tokens(stream: TrainStream, turns: jax.Array) -> jax.Array:
 def divmod_product(index: jax.Array | int, factor: int, modulus: int):
     """divmod(index * factor, modulus) without the product, which may pass 2^31.
 
-    The quotient is uint32 (and wraps), the remainder int32; bit by bit over a scalar, this
-    fuses into one small kernel.
+    The index is taken in digits of eight bits, whose shares come from tables. The quotient is
+    uint32 (and wraps), the remainder int32.
     """
     index = jnp.asarray(index, jnp.uint32)
     quotient = remainder = jnp.zeros_like(index)
-    for bit in range(31):
-        more = divmod(factor << bit, modulus)
-        is_set = (index >> bit) & 1
-        remainder += is_set * np.uint32(more[1])
+    for shift in range(0, 32, 8):
+        shares = [divmod((digit << shift) * factor, modulus) for digit in range(256)]
+        digits = (index >> shift) & 255
+        quotient += jnp.asarray([q % 2**32 for q, _ in shares], jnp.uint32)[digits]
+        remainder += jnp.asarray([r for _, r in shares], jnp.uint32)[digits]
         carry = remainder >= modulus
         remainder = jnp.where(carry, remainder - np.uint32(modulus), remainder)
-        quotient += is_set * np.uint32(more[0] % 2**32) + carry.astype(jnp.uint32)
+        quotient += carry.astype(jnp.uint32)
     return quotient, remainder.astype(jnp.int32)
 
 

@@ -67,7 +67,9 @@ class Vocabulary:
         for start in range(0, len(codes), _BLOCK):
             seen[codes[start : start + _BLOCK]] = True
         seen[_NEWLINE] = False  # It ends lines and so becomes eos.
-        return cls.from_tokens((_character(code, level) for code in np.flatnonzero(seen)), level)
+        return cls.from_tokens(
+            (_character(int(code), level) for code in np.flatnonzero(seen)), level
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Vocabulary":

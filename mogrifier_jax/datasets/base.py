@@ -21,7 +21,7 @@ _RECORD_BYTES = 1 << 20
 _LEFTOVER_SECONDS = 24 * 3600  # No preparation takes a day: what is older was killed.
 
 
-class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """A corpus of three texts; a subclass gives the SOURCE and a text about it."""
 
     VERSION = tfds.core.Version("1.0.0")
@@ -37,7 +37,7 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         # The default of tfds needs TensorFlow to write.
         super().__init__(file_format=file_format or "array_record", **kwargs)
 
-    def load_texts(self, source_dir) -> tuple[bytes, ...]:
+    def load_texts(self, source_dir) -> tuple[bytes | memoryview, ...]:
         """The bytes of train, valid and test, checked."""
         return sources.load(self.SOURCE, source_dir)
 
@@ -95,7 +95,7 @@ def read(builder: TextBuilder, split: str) -> np.ndarray:
         source = builder.as_data_source(split)
         records = source.__getitems__(list(range(len(source))))
         text = np.concatenate([record["text"] for record in records])
-        if hashlib.sha256(text).hexdigest() == builder.info.metadata["sha256"][split]:
+        if hashlib.sha256(text.data).hexdigest() == builder.info.metadata["sha256"][split]:
             return text
     except (OSError, ValueError, KeyError, IndexError, RuntimeError):
         pass  # Reading damaged records fails in many ways.

@@ -39,7 +39,7 @@ class Enwik8(base.TextBuilder):
         ),
     )
 
-    def load_texts(self, source_dir) -> tuple[bytes, ...]:
+    def load_texts(self, source_dir) -> tuple[memoryview, ...]:
         """Cuts the one file into its three splits."""
         (content,) = super().load_texts(source_dir)
         view = memoryview(content)  # Slices without copies.

@@ -40,7 +40,6 @@ class Mwc(base.TextBuilder):
 }
 """
 
-    @property
-    def SOURCE(self) -> sources.Source:
-        """The files of the configured language."""
-        return make_source(self.builder_config.name)
+    def load_texts(self, source_dir) -> tuple[bytes, ...]:
+        """Reads the files of the configured language."""
+        return sources.load(make_source(self.builder_config.name), source_dir)

@@ -69,19 +69,19 @@ def _load_local(source: Source, source_dir) -> tuple[bytes, ...] | None:
     archive = _find(folders, source.archives)
     if not any(places) and archive is None:
         return None
+    absent = [f.name for f, place in zip(source.files, places, strict=True) if place is None]
+    if absent and archive is None:
+        raise errors.UsageError(f"{source_dir} lacks {', '.join(absent)}. {_advise(source)}")
     path = archive
     try:
-        if all(places):
-            contents = []
-            for file, path in zip(source.files, places, strict=True):
-                contents.append(_check(file, _unpack(path.name, path.read_bytes())))
-            return tuple(contents)
-        if archive is not None:
+        if absent and archive is not None:
             return _extract(source, archive.name, archive.read_bytes())
+        contents = []
+        for file, path in zip(source.files, filter(None, places), strict=True):
+            contents.append(_check(file, _unpack(path.name, path.read_bytes())))
+        return tuple(contents)
     except (_Unfit, *_DAMAGE) as error:
         raise errors.UsageError(f"{path}: {_explain(error)}. {_advise(source)}") from error
-    absent = [file.name for file, p in zip(source.files, places, strict=True) if p is None]
-    raise errors.UsageError(f"{source_dir} lacks {', '.join(absent)}. {_advise(source)}")
 
 
 def _find(folders, names) -> pathlib.Path | None:
@@ -152,22 +152,25 @@ def _extract(source: Source, name: str, content: bytes) -> tuple[bytes, ...]:
     """Takes the source's files out of an archive; a .gz or .xz holds the only file itself."""
     if name.endswith(".zip"):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = {member: member for member in archive.namelist()}
-            return tuple(_check(f, archive.read(_member(f, members))) for f in source.files)
+            names = archive.namelist()
+            return tuple(_check(f, archive.read(_member(f, names))) for f in source.files)
     if name.endswith((".tgz", ".tar.gz", ".tar.xz", ".tar")):
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            members = {member.name: member for member in archive.getmembers() if member.isfile()}
-            streams = [archive.extractfile(_member(file, members)) for file in source.files]
-            return tuple(_check(f, s.read()) for f, s in zip(source.files, streams, strict=True))
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            names = [member.name for member in tar.getmembers() if member.isfile()]
+            streams = [tar.extractfile(_member(file, names)) for file in source.files]
+            return tuple(
+                _check(file, stream.read() if stream else b"")
+                for file, stream in zip(source.files, streams, strict=True)
+            )
     (file,) = source.files
     return (_check(file, _unpack(name, content)),)
 
 
-def _member(file: File, members: dict):
-    for name, member in members.items():
+def _member(file: File, names: list[str]) -> str:
+    for name in names:
         if ("/" + name).endswith("/" + file.path):
-            return member
-    raise _Unfit(f"holds no {file.path} but {', '.join(sorted(members)[:10]) or 'nothing'}")
+            return name
+    raise _Unfit(f"holds no {file.path} but {', '.join(sorted(names)[:10]) or 'nothing'}")
 
 
 def _check(file: File, content: bytes) -> bytes:
