@@ -8,17 +8,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from absl import app, flags, logging
+import jax
+from absl import app, flags
 from ml_collections import config_flags
 
 from mogrifier_jax import errors
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample")
+MODES = ("train", "evaluate", "sample", "preflight")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
 _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
+_SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
+_JSON = flags.DEFINE_string("json", None, "For preflight: a file for the numbers.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,18 +31,36 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UsageError(f"{argv[1]!r} is not a flag; write --name=value")
     if _MODE.value not in MODES:
         raise errors.UsageError(f"--mode={_MODE.value} is not known; use {', '.join(MODES)}")
+    if _MODE.value == "preflight":
+        # No accelerator of this machine is to be touched: only compilers are used.
+        jax.config.update("jax_platforms", "cpu")
     from mogrifier_jax import progress
 
     progress.setup_logging()
-    {"train": train}[_MODE.value]()
+    {"train": train, "preflight": preflight}[_MODE.value]()
 
 
-def train() -> None:
-    """Trains the experiment of --config in --workdir, going on where it was."""
+def require_config() -> None:
+    """Refuses to go on without an experiment."""
     if _CONFIG.value is None:
         raise errors.UsageError(
             "--config is missing; give an experiment, such as --config=experiments/pydoc.py"
         )
+
+
+def preflight() -> None:
+    """Compiles the experiment of --config for the chips of --topology, and tells what it costs."""
+    require_config()
+    if _TOPOLOGY.value is None:
+        raise errors.UsageError("--topology is missing; give chips, such as --topology=v5e:2x2")
+    from mogrifier_jax import preflight as preflights
+
+    preflights.run(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value, json_path=_JSON.value)
+
+
+def train() -> None:
+    """Trains the experiment of --config in --workdir, going on where it was."""
+    require_config()
     from mogrifier_jax import train as training
 
     workdir = _WORKDIR.value or default_workdir()

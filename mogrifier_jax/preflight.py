@@ -1,0 +1,351 @@
+"""Does it fit, how fast will it be: the true train step compiled for chips that are not here.
+
+    python -m mogrifier_jax.main --mode=preflight --config=experiments/enwik8.py --topology=v5e:2x2
+
+The program is the one that training runs, `log_every` steps in one dispatch, with the shardings
+of `partitioning.py` on the described chips; every number is for one of its steps. `targets.py`
+knows the chips, `compiled.py` reads the program, `flops.py` counts before compilation. Letters:
+B stripes, T window, V vocabulary.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import config_dict
+
+from mogrifier_jax import (
+    compiled,
+    corpora,
+    data,
+    episodes,
+    errors,
+    flops,
+    models,
+    partitioning,
+    progress,
+    targets,
+    tasks,
+    train,
+)
+
+# Vocabulary, unit, training tokens and lines of corpora that need not be here.
+CORPORA = {
+    "ptb": (10_001, "word", 929_589, 42_068),
+    "ptb_char": (51, "character", 5_017_483, 42_069),
+    "wikitext2": (33_279, "word", 2_088_628, 36_718),
+    "enwik8": (206, "byte", 90_000_001, 1_017_183),
+    # Of the paper's order of magnitude: the corpus itself is not at hand.
+    "mwc": (300, "character", 10_000_000, 100_000),
+}
+ASSUMED = {"mwc": "the size of the mwc corpus is assumed: 300 characters, 10M of text"}
+_GIB = 1024**3
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one experiment costs on one mesh. Times are of one optimizer step; bytes per chip."""
+
+    topology: str
+    chips: int
+    data: int
+    model: int
+    batch_size: int
+    window: int
+    steps: int  # Of the whole schedule.
+    dtype: str
+    vocab_size: int
+    parameters: int
+    flops: int  # Matmuls of a step, all chips together.
+    fits: bool
+    memory: int  # What the chip has for a program.
+    needed: int  # 0 if the compiler refused without saying how much.
+    bytes: dict[str, int]  # By kind, sums to `needed`; empty if the compiler refused.
+    compute_seconds: float = math.nan
+    collective_seconds: float = math.nan
+    collectives: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    time_from: str = ""
+    peak_share: float = math.nan  # Of the chips' bfloat16 peak.
+    compile_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, collectives not overlapped."""
+        return self.compute_seconds + self.collective_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all chips."""
+        return self.batch_size * self.window / self.seconds
+
+    @property
+    def days(self) -> float:
+        """Of the whole schedule, evaluations left out."""
+        return self.steps * self.seconds / 86_400
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: fields and what follows from them; what is unknown is None."""
+        derived = ("seconds", "tokens_per_second", "days")
+        values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        unknown = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+        return values | dict.fromkeys(unknown)
+
+
+def run(
+    config: config_dict.ConfigDict,
+    topology: str,
+    *,
+    search: bool = False,
+    json_path: str | None = None,
+) -> list[Report]:
+    """Prints the report of a config on a topology, or of all its splits, the best one first."""
+    target = targets.parse(topology)
+    reports = examine_splits(config, target) if search else [examine(config, target)]
+    print(describe(reports[0]))
+    if search:
+        print(compare(reports))
+    if json_path:
+        write_json(json_path, reports)
+    return reports
+
+
+def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
+    """Compiles the train step of a config for a target and reads what it will cost."""
+    mesh = _mesh(config, target)
+    corpus = _corpus(config.data)
+    task = abstract_task(config.data, corpus, mesh)
+    made = train.make_run(config, mesh, task)
+    state, count = made.abstract_state(), max(1, config.get("log_every", 20))
+    traced = made.jit_steps().trace(state, task.stream, made.hyper, num_steps=count)
+    common = dict(
+        topology=target.name,
+        chips=target.num_chips,
+        data=mesh.shape["data"],
+        model=mesh.shape["model"],
+        batch_size=made.batch_size,
+        window=config.data.window,
+        steps=made.rules.turns * made.rules.steps_per_turn,
+        dtype=str(config.model.dtype),
+        vocab_size=corpus[0],
+        parameters=sum(models.count_parameters(made.model).values()),
+        flops=flops.of_jaxpr(traced.jaxpr) // count,
+        memory=target.chip.memory,
+    )
+    notes = [ASSUMED[config.data.name]] if config.data.name in ASSUMED else []
+    started = time.perf_counter()
+    try:
+        program = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = compiled.exhausted(str(error))
+        if needed is None:
+            raise
+        notes.append("the compiler refused it: temporaries alone exceed the memory")
+        return Report(**common, fits=False, needed=needed, bytes={}, notes=tuple(notes))
+    seconds = time.perf_counter() - started
+    memory = compiled.memory(program)
+    analysis = compiled.analyse(program.as_text())
+    if analysis.unknown_loops:
+        names = ", ".join(loop.op_name or loop.name for loop in analysis.unknown_loops)
+        notes.append(f"loops of unknown length counted once, so times are lower bounds: {names}")
+    compute = compiled.compute_seconds(analysis, target.chip) / count
+    collective = compiled.collective_seconds(analysis, target) / count
+    per_chip = common["flops"] / target.num_chips
+    kinds = _bytes_by_kind(state, task.stream, memory)
+    return Report(
+        **common,
+        fits=memory.peak + memory.code <= target.chip.memory,
+        needed=memory.peak + memory.code,
+        bytes=kinds,
+        compute_seconds=compute,
+        collective_seconds=collective,
+        collectives={k: (n / count, b / count) for k, (n, b) in analysis.by_kind().items()},
+        time_from="XLA's cycles" if target.chip.kind == "tpu" else "roofline of each kernel",
+        peak_share=per_chip / (compute + collective) / target.chip.peak_flops,
+        compile_seconds=round(seconds, 1),
+        notes=tuple(notes),
+    )
+
+
+def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> list[Report]:
+    """Reports of all splits that the config allows, best first: what fits, then what is fast."""
+    reports, refusals = [], []
+    splits = targets.splits(target)
+    for number, (data_size, model_size) in enumerate(splits, start=1):
+        tried = config.copy_and_resolve_references()
+        tried.mesh.data, tried.mesh.model = data_size, model_size
+        try:
+            reports.append(examine(tried.lock(), target))
+        except errors.UsageError as error:
+            refusals.append(f"{data_size} x {model_size}: {error}")
+            logging.info("%d/%d: refused, %s", number, len(splits), refusals[-1])
+            continue
+        logging.info("%d/%d: %s", number, len(splits), _row(reports[-1]))
+    if not reports:
+        raise errors.UsageError(
+            f"no split of {target.name} works for this config: {'; '.join(refusals)}"
+        )
+    return sorted(reports, key=lambda r: (not r.fits, r.seconds, r.needed))
+
+
+def abstract_task(section: Any, corpus: tuple[int, str, int, int], mesh: Any) -> tasks.Task:
+    """The task of `config.data` on chips that are not here: shapes and shardings, no text."""
+    vocab_size, unit, num_tokens, num_lines = corpus
+    options = {k: v for k, v in section.items() if k != "drop_state_probability"}
+    if section.name == "reverse_copy":
+        return tasks.make_task(jax.random.key(0), None, **options)
+
+    def leaf(*shape, dtype=jnp.int32, axes=()):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    dtype = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
+    shared = dict(tokens=leaf(num_tokens, dtype=dtype), eos=leaf())
+    shared["key"] = leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype)
+    size, window = section.batch_size, section.window
+    episodic = section.get("episodic", False)
+    if episodic:
+        stream: Any = episodes.LineStream(bounds=leaf(num_lines + 1), **shared)
+        batch_at: Any = functools.partial(episodes.train_lines, batch_size=size, window=window)
+    else:
+        stripes = leaf(size, axes=["data"])
+        stream = data.TrainStream(
+            line_starts=leaf(num_lines), stripes=stripes, bases=stripes, **shared
+        )
+        batch_at = functools.partial(data.train_window, window=window)
+    return tasks.Task(
+        range(vocab_size),
+        unit,
+        encoder_decoder=False,
+        carries=not episodic,
+        stream=stream,
+        batch_at=batch_at,
+        plan=None,
+        num_lines=lambda split: num_lines,
+        summary=(),
+    )
+
+
+def _mesh(config: config_dict.ConfigDict, target: targets.Target) -> jax.sharding.Mesh:
+    """The mesh of the config on the target, neighbours in the torus kept together."""
+    chips = np.arange(target.num_chips)
+    shape = partitioning.make_mesh(**config.mesh, devices=chips).shape
+    mesh = targets.mesh(target, shape["data"], shape["model"])
+    return mesh
+
+
+def _corpus(section: Any) -> tuple[int, str, int, int]:
+    """Vocabulary size, unit, tokens and lines; a corpus that is not in the table is loaded."""
+    if section.name in CORPORA:
+        return CORPORA[section.name]
+    options = {"batch_size", "window", "drop_state_probability", "episodic"}
+    if section.name == "reverse_copy":
+        task = tasks.make_task(
+            jax.random.key(0),
+            None,
+            **{k: v for k, v in section.items() if k != "drop_state_probability"},
+        )
+        return len(task.vocabulary), "word", 0, 0
+    corpus = corpora.load_corpus(**{k: v for k, v in section.items() if k not in options})
+    split = corpus.train
+    return len(corpus.vocabulary), corpus.unit, len(split.tokens), len(split.line_starts)
+
+
+def _bytes_by_kind(state: Any, stream: Any, memory: compiled.Memory) -> dict[str, int]:
+    """What lies on each chip while training runs."""
+    kinds = {
+        "weights": state.params,
+        "optimizer": state.opt_state,
+        "averages": state.average,
+        "carry": state.carry,
+        "tokens": stream,
+    }
+    sizes = {name: shard_bytes(tree) for name, tree in kinds.items()}
+    held = memory.arguments + memory.outputs - memory.aliased
+    return sizes | {
+        "layout and rest": held - sum(sizes.values()),
+        "temporaries": memory.temporaries,
+        "code": memory.code,
+    }
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of the arrays of an abstract tree on each chip, without padding."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def describe(report: Report) -> str:
+    """A report for people."""
+    verdict = "fits" if report.fits else "DOES NOT FIT"
+    asked = f"{report.needed / _GIB:.2f}" if report.needed else "more than"
+    sections = {
+        "program": [
+            ("chips", f"{report.topology}, data {report.data} x model {report.model}"),
+            ("batch x window", f"{report.batch_size} x {report.window}"),
+            ("parameters", report.parameters),
+            ("matmul FLOPs of a step", progress.quantity(report.flops)),
+        ],
+        f"memory of each chip: {verdict}": [
+            ("needed / there is, GiB", f"{asked} / {report.memory / _GIB:.2f}"),
+            *((f"  {kind}", f"{size / _GIB:.3f}") for kind, size in report.bytes.items()),
+        ],
+    }
+    if report.time_from:
+        share = report.collective_seconds / report.seconds
+        sections[f"time of a step, estimated ({report.time_from})"] = [
+            ("milliseconds", f"{1e3 * report.seconds:.1f}"),
+            ("  in collectives", f"{1e3 * report.collective_seconds:.1f} ({share:.0%})"),
+            *(
+                (f"  {kind}", f"{times:,.0f} times, {size / 2**20:,.1f} MiB")
+                for kind, (times, size) in report.collectives.items()
+            ),
+            ("tokens per second", f"{report.tokens_per_second:,.0f}"),
+            ("  of each chip", f"{report.tokens_per_second / report.chips:,.0f}"),
+            ("share of the peak", f"{report.peak_share:.1%}"),
+            ("days, without evaluations", f"{report.days:.2f} for {report.steps:,} steps"),
+        ]
+    return "\n".join([progress.table(sections), *report.notes])
+
+
+def compare(reports: list[Report]) -> str:
+    """One line for each split."""
+    return "\n".join(["splits of the chips, best first:", *(f"  {_row(r)}" for r in reports)])
+
+
+def _row(report: Report) -> str:
+    verdict = "fits" if report.fits else "does not fit"
+    return (
+        f"data {report.data} x model {report.model}: {verdict}, {report.needed / _GIB:.2f} GiB, "
+        f"{1e3 * report.seconds:.1f} ms a step, {report.tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def write_json(path: str, reports: list[Report]) -> None:
+    """All reports with the date and the versions that made them."""
+    names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    found = {dist.metadata["Name"].lower() for dist in importlib.metadata.distributions()}
+    content = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in names if name in found},
+        "reports": [report.to_dict() for report in reports],
+    }
+    file = pathlib.Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
