@@ -88,7 +88,7 @@ def jax_step(size: Size, fast: bool) -> Callable[[], object]:
         model=make_model(size, fast),
         optimizer=optim.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
         average=averaging.make_averaging("none"),
-        window_at=lambda stream, step: stream,
+        batch_at=lambda stream, step: stream,
     )
     step = jax.jit(functools.partial(steps.train_step, program=program), donate_argnums=0)
     init = functools.partial(steps.init_state, program=program, batch_size=size.batch)
