@@ -12,7 +12,7 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, options
 
 FLAGS = flags.FLAGS
 MODES = ("train", "evaluate", "sample", "preflight")
@@ -22,6 +22,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints,
 _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
+_EVAL = config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
 _JSON = flags.DEFINE_string("json", None, "For preflight: a file for the numbers.")
 
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     from mogrifier_jax import progress
 
     progress.setup_logging()
-    {"train": train, "preflight": preflight}[_MODE.value]()
+    {"train": train, "evaluate": evaluate, "preflight": preflight}[_MODE.value]()
 
 
 def require_config() -> None:
@@ -46,6 +47,13 @@ def require_config() -> None:
         raise errors.UsageError(
             "--config is missing; give an experiment, such as --config=experiments/pydoc.py"
         )
+
+
+def evaluate() -> None:
+    """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
+    from mogrifier_jax import scoring
+
+    scoring.run((_WORKDIR.value or "").split(","), _EVAL.value)
 
 
 def preflight() -> None:

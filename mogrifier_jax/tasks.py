@@ -33,7 +33,7 @@ class Task(NamedTuple):
     carries: bool
     stream: Any
     batch_at: Callable[[Any, jax.Array], Any]
-    plan: Callable[..., Plan]  # plan(split, num_stripes, window=None)
+    plan: Callable[..., Plan]  # plan(split, num_stripes, window=..., mesh=...)
     num_lines: Callable[[str], int]  # Of a split.
     summary: tuple[tuple[str, Any], ...]  # Rows for the table at the start.
 
@@ -64,19 +64,29 @@ def make_task(
     return make(corpus, key, mesh, batch_size, window)
 
 
+def plan_text(
+    encoded: vocabulary.EncodedSplit,
+    eos_id: int,
+    num_stripes: int,
+    window: int,
+    mesh: Mesh | None = None,
+) -> Plan:
+    """Any encoded text as stripes of a stream; over a mesh, empty stripes fill it up."""
+    stream = data.make_eval_stream(encoded, num_stripes, eos_id, mesh)
+    return Plan(
+        stream,
+        functools.partial(data.eval_window, window=window),
+        data.num_windows(encoded, num_stripes, window=window),
+        stream.begins.shape[0],
+        carries=True,
+    )
+
+
 def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
     eos = corpus.vocabulary.eos_id
 
-    def plan(split, num_stripes, window=window):
-        encoded = getattr(corpus, split)
-        stream = data.make_eval_stream(encoded, num_stripes, eos, mesh)
-        return Plan(
-            stream,
-            functools.partial(data.eval_window, window=window),
-            data.num_windows(encoded, num_stripes, window=window),
-            stream.begins.shape[0],
-            carries=True,
-        )
+    def plan(split, num_stripes, window=window, mesh=mesh):
+        return plan_text(getattr(corpus, split), eos, num_stripes, window, mesh)
 
     return Task(
         corpus.vocabulary,
@@ -95,7 +105,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
     eos = corpus.vocabulary.eos_id
     longest = max(episodes.limit_window(getattr(corpus, s), window) for s in episodes.SPLITS)
 
-    def plan(split, num_stripes, window=longest):
+    def plan(split, num_stripes, window=longest, mesh=mesh):
         encoded = getattr(corpus, split)
         return Plan(
             episodes.make_line_stream(encoded, key, eos, mesh),
@@ -123,8 +133,8 @@ def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
     del source_dir, data_dir  # Generated, not read.
     task = episodes.ReverseCopy(**options)
 
-    def plan(split, num_stripes, window=None):
-        del window
+    def plan(split, num_stripes, window=None, mesh=None):
+        del window, mesh
         return Plan(
             (),
             lambda _, index: episodes.eval_copies(task, split, index, batch_size=num_stripes),

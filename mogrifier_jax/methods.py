@@ -1,0 +1,335 @@
+"""The ways to score the texts of a trained run, as the options of `--mode=evaluate` say.
+
+A method decides first what is left open (temperature, dropout multiplier, settings of dynamic
+evaluation) on the validation set, and then is a function of a text's name. `scoring.py` calls
+them and keeps the results.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+from ml_collections import config_dict
+
+from mogrifier_jax import (
+    dyneval,
+    errors,
+    evaluate,
+    gradstats,
+    models,
+    montecarlo,
+    partitioning,
+    passes,
+    pretrained,
+    tasks,
+    texts,
+    train,
+)
+
+METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
+TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks.
+
+Score = Callable[[str], passes.TokenScores | dyneval.Outcome]  # Of the text with this name.
+
+
+class Scorer:
+    """A trained run, the texts to score and how; each method gives its details and a Score."""
+
+    def __init__(self, folder: str, options: config_dict.ConfigDict):
+        self.folder, self.options = folder, options
+        self._fixed_temperature = parse_temperature(options.temperature)
+        self.mesh = partitioning.make_mesh()
+        self.loaded = pretrained.load_weights(folder, options.which, self.mesh)
+        self.model, self.params = self.loaded.model, self.loaded.params
+        if options.text:
+            self.texts = texts.read_file(self.loaded, options.text)
+            self.names = self.texts.names
+        else:
+            self.texts = self.splits
+            self.names = tuple(options.splits.split(","))
+        for name in self.names:
+            if name not in self.texts.names:
+                raise errors.UsageError(
+                    f"split {name!r} is unknown; use any of {', '.join(self.texts.names)}"
+                )
+        config = self.loaded.config
+        self.batch_size = config.data.batch_size // config.optimizer.get("accumulate", 1)
+        self.window = options.window or config.data.window
+        self.dropout = train.make_dropout(self.model, **config.dropout)
+        self.key = jax.random.key(options.seed)
+
+    @functools.cached_property
+    def splits(self) -> texts.Texts:
+        """The corpus of the run; not needed to score a file without adapting."""
+        return texts.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
+
+    def deterministic(self) -> tuple[dict[str, Any], Score]:
+        """No dropout, no adaptation."""
+        search = self.make_search(self.deterministic_search, self.batch_size, self.window)
+        temperature = self.find_temperature(search)
+
+        def score(name):
+            run = passes.Deterministic(self.model, self.plan(name, self.mesh))
+            return run(self.params, temperature, title=name)
+
+        return {"temperature": temperature, "window": self.window}, score
+
+    def mc(self) -> tuple[dict[str, Any], Score]:
+        """Monte-Carlo dropout; of several multipliers the best on validation is taken."""
+        search = self.make_search(self.sampler, self.batch_size, self.window)
+        sampler = functools.cache(lambda name: self.sampler(self.plan(name)))
+
+        @functools.cache
+        def score(name, multiplier, temperature):
+            title = f"mc {name}, dropout times {multiplier:g}"
+            return sampler(name)(self.params, temperature, None, title, multiplier)
+
+        multiplier, temperature = self.choose_multiplier(search, score)
+        details = {"multiplier": multiplier, "temperature": temperature, "window": self.window}
+        return details | self.sampling, lambda name: score(name, multiplier, temperature)
+
+    def dyneval(self) -> tuple[dict[str, Any], Score]:
+        """Dynamic evaluation; of several settings the best on validation is taken."""
+        options = self.options.dyneval
+        search = self.make_search(self.deterministic_search, options.batch_size, options.window)
+        temperature = self.find_temperature(search)
+        setting, known = self.choose_setting(temperature)
+
+        def score(name):
+            if name in known:
+                return known[name]
+            run = self.adapter(name)
+            return run(self.params, [setting], temperature, title=f"dyneval {name}")[0]
+
+        return {"temperature": temperature} | self.adapting | setting._asdict(), score
+
+    def mc_dyneval(self) -> tuple[dict[str, Any], Score]:
+        """Each sample adapts on its own; settings are chosen without dropout."""
+        if self.options.average != "arithmetic":
+            raise errors.UsageError(
+                f"mc_dyneval with the {self.options.average} average is not available; "
+                "use --eval.average=arithmetic"
+            )
+        options = self.options.dyneval
+        search = self.make_search(self.sampler, options.batch_size, options.window)
+        setting, _ = self.choose_setting(self._fixed_temperature or self.loaded.temperature or 1.0)
+
+        @functools.cache
+        def score(name, multiplier, temperature):
+            return self.adapter(name, self.dropout).sample(
+                *(self.params, setting, self.key, self.options.samples, temperature, multiplier),
+                title=f"mc_dyneval {name}",
+            )
+
+        multiplier, temperature = self.choose_multiplier(search, score)
+        details = {"multiplier": multiplier, "temperature": temperature} | self.adapting
+        details |= setting._asdict() | self.sampling
+        return details, lambda name: score(name, multiplier, temperature)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """For the record."""
+        names = ("samples", "average", "seed")
+        power = {"power": self.options.power} if self.options.average == "power" else {}
+        return {name: self.options[name] for name in names} | power
+
+    @property
+    def adapting(self) -> dict[str, Any]:
+        """For the record; dynamic evaluation reads one stream."""
+        options = self.options.dyneval
+        windows = len(self.statistics.losses)
+        return {"window": options.window, "stripes": 1, "statistics_windows": windows}
+
+    def plan(self, name: str, mesh: Any = None) -> tasks.Plan:
+        """A text in as many stripes as asked for."""
+        stripes = self.options.stripes
+        if not self.texts.carries:
+            stripes = self.batch_size  # Examples stand alone: the same scores, only sooner.
+        elif not stripes:
+            lines = self.loaded.config.evaluation.lines_per_stripe
+            stripes = evaluate.num_stripes(self.texts, name, self.batch_size, lines)
+        return self.texts.plan(name, stripes, window=self.window, mesh=mesh)
+
+    def sampler(self, plan: tasks.Plan) -> montecarlo.MonteCarlo:
+        """Monte-Carlo dropout as the options say."""
+        return montecarlo.MonteCarlo(
+            *(self.model, plan, self.dropout),
+            key=self.key,
+            samples=self.options.samples,
+            average=montecarlo.make_average(self.options.average, self.options.power),
+            samples_per_block=self.options.samples_per_block,
+            mesh=self.mesh,
+        )
+
+    def deterministic_search(self, plan: tasks.Plan) -> evaluate.Evaluation:
+        """Sums are enough for a search."""
+        stream = passes.replicate(plan.stream, self.mesh)
+        return evaluate.Evaluation(self.model, plan._replace(stream=stream))
+
+    def adapter(self, name: str, dropout: models.Dropout | None = None):
+        """Dynamic evaluation of a text, in one stream."""
+        options = self.options.dyneval
+        return dyneval.DynamicEvaluation(
+            *(self.model, self.texts.plan(name, 1, window=options.window), self.statistics),
+            dropout=dropout,
+            parallel=options.parallel,
+            mesh=self.mesh,
+        )
+
+    @functools.cached_property
+    def statistics(self) -> gradstats.Statistics:
+        """Of the gradients over the training text."""
+        options = self.options.dyneval
+        return gradstats.cached_statistics(
+            *(self.folder, self.loaded.info["step"], self.model, self.params),
+            self.splits.plan("train", options.batch_size, window=options.window, mesh=self.mesh),
+            max_windows=options.max_windows,
+            title="gradient statistics",
+        )
+
+    def make_search(self, make: Callable[[tasks.Plan], Any], batch_size: int, window: int):
+        """Validation nats at a temperature, on the short stripes that lamb searches with.
+
+        None if the options leave nothing to search for.
+        """
+        if self._fixed_temperature or self.options.temperature == "saved":
+            return None
+        if self.options.text:
+            # The validation set need not be here; the saved value was searched for on it.
+            self.require_validation("temperatures", self.options.temperature == "minimise")
+            return None
+        run = make(self.texts.plan("valid", batch_size, window=window))
+        windows = max(1, self.loaded.config.evaluation.temperature_tokens // batch_size // window)
+        return lambda t, **options: run(self.params, t, windows, **options).mean()
+
+    def find_temperature(self, search: Callable[..., float] | None, **options: Any) -> float:
+        """The multiplier of the logits, by the rule that the options name."""
+        if self._fixed_temperature:
+            return self._fixed_temperature
+        if search is None:
+            if self.loaded.temperature is None:
+                raise errors.UsageError(
+                    f"the {self.loaded.info['which']} checkpoint of {self.folder} has no "
+                    "temperature with it; give --eval.temperature, or use --eval.which=best"
+                )
+            return self.loaded.temperature
+        target = functools.partial(search, **options)
+        if self.options.temperature == "minimise":
+            return minimise(target, *TEMPERATURES)
+        return evaluate.search_temperature(target)
+
+    def choose_multiplier(self, search, score) -> tuple[float, float]:
+        """The best dropout multiplier, and the temperature for it."""
+        multipliers = parse_numbers("multipliers", self.options.multipliers)
+        found = [
+            (m, self.find_temperature(search, **({"multiplier": m} if search else {})))
+            for m in multipliers
+        ]
+        if len(found) == 1:
+            return found[0]
+        self.require_validation("multipliers")
+        nats = [nats_of(score("valid", *candidate)) for candidate in found]
+        for (multiplier, temperature), value in zip(found, nats, strict=True):
+            logging.info(
+                "dropout times %g, temperature %g: %.4f nats on validation",
+                *(multiplier, temperature, value),
+            )
+        return found[best_of(nats)]
+
+    def choose_setting(self, temperature: float):
+        """The best setting of dynamic evaluation, and what is already known of its scores."""
+        options = self.options.dyneval
+        names = ("learning_rates", "decay_rates", "epsilons")
+        grid = itertools.product(*(parse_numbers(name, options[name]) for name in names))
+        settings = list(itertools.starmap(dyneval.Settings, grid))
+        if len(settings) == 1:
+            return settings[0], {}
+        self.require_validation("dyneval settings")
+        run = self.adapter("valid")
+        outcomes = run(self.params, settings, temperature, title="dyneval settings")
+        for setting, outcome in zip(settings, outcomes, strict=True):
+            logging.info("%s: %s", show_setting(setting), show_outcome(outcome))
+        best = best_of([outcome.nats for outcome in outcomes])
+        return settings[best], {"valid": outcomes[best]}
+
+    def require_validation(self, what: str, needed: bool = True) -> None:
+        """There is nothing to choose by when a single file is scored."""
+        if self.options.text and needed:
+            raise errors.UsageError(
+                f"several {what} are chosen from by the validation set, which --eval.text leaves "
+                "out; give one value"
+            )
+
+
+def minimise(
+    f: Callable[[float], float], low: float, high: float, tolerance: float = 1e-3
+) -> float:
+    """Golden-section search: where f, with one minimum between low and high, is smallest."""
+    ratio = (math.sqrt(5) - 1) / 2
+    x = [high - ratio * (high - low), low + ratio * (high - low)]
+    y = [f(x[0]), f(x[1])]
+    while high - low > tolerance:
+        if y[0] <= y[1]:
+            high = x[1]
+            x = [high - ratio * (high - low), x[0]]
+            y = [f(x[0]), y[0]]
+        else:
+            low = x[0]
+            x = [x[1], low + ratio * (high - low)]
+            y = [y[1], f(x[1])]
+    return (low + high) / 2
+
+
+def parse_temperature(text: str) -> float | None:
+    """A number that may multiply logits; None for the name of a rule."""
+    if text in ("search", "minimise", "saved"):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 10:
+        raise errors.UsageError(
+            f"--eval.temperature={text} is out of range: it multiplies the logits, so give a "
+            "number in (0, 10], or 'search', 'minimise' or 'saved'"
+        )
+    return value
+
+
+def parse_numbers(name: str, text: str) -> list[float]:
+    """A list written with commas."""
+    try:
+        return [float(part) for part in str(text).split(",")]
+    except ValueError:
+        raise errors.UsageError(
+            f"--eval {name} {text!r} is not a list of numbers; write it as 0.6,0.7,0.8"
+        ) from None
+
+
+def nats_of(result: passes.TokenScores | dyneval.Outcome) -> float:
+    """Nats per token, nan if it diverged."""
+    return result.nats if isinstance(result, dyneval.Outcome) else result.mean()
+
+
+def best_of(nats: Sequence[float]) -> int:
+    """The index of the smallest finite value, or the first if there is none."""
+    return min(range(len(nats)), key=lambda i: nats[i] if math.isfinite(nats[i]) else math.inf)
+
+
+def show_setting(setting: dyneval.Settings) -> str:
+    """For a log line."""
+    return ", ".join(f"{name} {value:g}" for name, value in setting._asdict().items())
+
+
+def show_outcome(outcome: dyneval.Outcome) -> str:
+    """The score, or when it diverged and how far it was by then."""
+    if outcome.diverged_at is None:
+        return f"{outcome.nats:.4f} nats"
+    return (
+        f"diverged at window {outcome.diverged_at}, after {outcome.last_finite_nats:.4f} nats over "
+        f"{len(outcome.scores.nats):,} tokens"
+    )

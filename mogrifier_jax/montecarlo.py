@@ -1,0 +1,248 @@
+"""Monte-Carlo dropout: predictions averaged over dropout masks.
+
+Axes: K blocks of M samples, W windows of one dispatch, B stripes, T time, V vocabulary.
+
+Every sample is a pass of its own, with its own state and masks. With p_s(v) the probability
+of v under the masks of sample s, the softmax temperature applied inside, the averages are
+
+    arithmetic              1/S Σ p_s(v), which sums to one: only the target is needed
+    geometric               exp(1/S Σ log p_s(v)), renormalised over v; of an ordinary softmax
+                            these are the mean logits
+    power                   (1/S Σ p_s(v)^a)^(1/a), renormalised over v; a = 1 is arithmetic
+    unnormalised_geometric  exp(1/S Σ log p_s(v)): its cross-entropy is the mean of the samples'
+
+A block of samples runs in parallel and lies over the mesh axis "data"; blocks follow each other
+within a window, so that memory depends on M alone and no results wait for other samples.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mogrifier_jax import errors, models, passes, tasks
+
+AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")
+BLOCK_SIZE = 1 << 26  # Floats in flight of one block, about, on each device.
+
+
+class Average(NamedTuple):
+    """How the samples' log-probabilities are averaged."""
+
+    exponent: float  # 0 is the geometric mean.
+    whole: bool  # Over all of V and renormalised, or of the targets alone.
+
+    def start(self, shape: tuple[int, ...]) -> jax.Array:
+        """The accumulator before any sample."""
+        return jnp.full(shape, -jnp.inf) if self.exponent else jnp.zeros(shape)
+
+    def add(self, total: jax.Array, log_p: jax.Array, weights: jax.Array) -> jax.Array:
+        """Adds a block: log_p [M, B, T, X], weights [M] that sum to one over all blocks."""
+        if not self.exponent:
+            return total + jnp.tensordot(weights, log_p, axes=1)
+        log_weights = jnp.log(weights)[:, None, None, None]
+        return jnp.logaddexp(total, jax.nn.logsumexp(self.exponent * log_p + log_weights, axis=0))
+
+    def nats(self, total: jax.Array, targets: jax.Array) -> jax.Array:
+        """-log of the average of the targets, [B, T]."""
+        log_p = total / self.exponent if self.exponent else total
+        if not self.whole:
+            return -log_p[..., 0]
+        chosen = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(log_p, axis=-1) - chosen
+
+
+def make_average(kind: str = "arithmetic", power: float = 0.5) -> Average:
+    """One of AVERAGES; `power` is the exponent of that kind."""
+    if kind not in AVERAGES:
+        raise errors.UsageError(f"average {kind!r} is unknown; use one of {', '.join(AVERAGES)}")
+    if kind == "power" and not 0 < power <= 1:
+        raise errors.UsageError(
+            f"the power {power} is out of range: give one in (0, 1], where 1 is the arithmetic "
+            "average; 'geometric' is the limit at 0"
+        )
+    return {
+        "arithmetic": Average(1.0, False),
+        "geometric": Average(0.0, True),
+        "power": Average(power, True),
+        "unnormalised_geometric": Average(0.0, False),
+    }[kind]
+
+
+class MonteCarlo:
+    """Scores weights by S dropped-out passes; compiles once for any weights, temperature, rates.
+
+    Args:
+      plan: on one device or on every device of the mesh: its stripes are not split.
+      dropout: the rates of training.
+      key: sample s draws from `sample_keys(key, ...)[s]`, whatever the blocks.
+      samples_per_block: M; by default what fits into a block of about a quarter of a gigabyte.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: tasks.Plan,
+        dropout: models.Dropout,
+        *,
+        key: jax.Array,
+        samples: int = 200,
+        average: Average | None = None,
+        samples_per_block: int | None = None,
+        mesh: Mesh | None = None,
+        chunk: int = 16,
+    ):
+        if samples < 1 or (samples_per_block or 1) < 1:
+            raise errors.UsageError(
+                f"{samples} samples in blocks of {samples_per_block}: give 1 or more of both"
+            )
+        average = average or make_average("arithmetic")
+        if average.whole and not isinstance(model, models.LanguageModel):
+            raise errors.UsageError(
+                "geometric and power averages are for language models; use 'arithmetic' here"
+            )
+        self.model, self.dropout = model, dropout
+        self.plan = plan._replace(stream=passes.replicate(plan.stream, mesh))
+        self.targets = passes.read_targets(self.plan)
+        devices = mesh.shape["data"] if mesh else 1
+        fitting = fitting_samples(model, self.targets.tokens.shape[1:], average) * devices
+        self.num_blocks, self.block_size = cut_blocks(
+            samples, samples_per_block or fitting, devices
+        )
+        self._samples = samples
+        self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
+        weights = np.arange(self.num_blocks * self.block_size) < samples
+        self._weights = self._place(jnp.asarray(weights / samples, jnp.float32))
+        self._keys = self._place(sample_keys(key, self.num_blocks * self.block_size))
+        self._chunk = min(chunk, plan.num_windows)
+        run = functools.partial(
+            sample_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk, average=average
+        )
+        everywhere = mesh and NamedSharding(mesh, PartitionSpec())
+        self._run = jax.jit(
+            run, donate_argnames="carry", out_shardings=(everywhere, self._sharding)
+        )
+
+    def __call__(
+        self,
+        params: Any,
+        temperature: float = 1.0,
+        max_windows: int | None = None,
+        title: str = "",
+        multiplier: float = 1.0,
+    ) -> passes.TokenScores:
+        """Scores of the first `max_windows` windows; the rates are multiplied by `multiplier`."""
+        rates = scale_dropout(self.dropout, multiplier)
+        zeros = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
+        count = self.num_blocks * self.block_size
+        carry = jax.tree.map(lambda a: self._place(jnp.zeros((count, *a.shape), a.dtype)), zeros)
+
+        def run(carry, first, windows):
+            return self._run(
+                *(params, self.plan.stream, carry, first, windows),
+                *(temperature, rates, self._keys, self._weights),
+            )
+
+        windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
+        nats = passes.drive(run, carry, self.targets, windows, self._chunk, title)[0]
+        return self.targets.in_order(nats)
+
+    def _place(self, array: jax.Array) -> jax.Array:
+        """[K * M, ...] to [K, M, ...], each block over the devices."""
+        array = array.reshape(self.num_blocks, self.block_size, *array.shape[1:])
+        return array if self._sharding is None else jax.device_put(array, self._sharding)
+
+
+def sample_windows(
+    params,
+    stream,
+    carry,
+    first,
+    count,
+    temperature,
+    rates,
+    keys,
+    weights,
+    *,
+    model,
+    batch_at,
+    chunk,
+    average,
+):
+    """Nats [W, B, T] of the average of all samples, and the carry [K, M, B, ...] of each."""
+    method = log_probabilities if average.whole else "batch_nats"
+
+    def score(carry, batch, index):
+        def one(carry, key):
+            rngs = {"dropout": jax.random.fold_in(key, index)}
+            found, carry = model.apply(
+                {"params": params}, batch, carry, rates, temperature, rngs=rngs, method=method
+            )
+            return carry, found if average.whole else -found[..., None]
+
+        def block(total, inputs):
+            carry, keys, weights = inputs
+            carry, log_p = jax.vmap(one)(carry, keys)
+            return average.add(total, log_p, weights), carry
+
+        width = model.vocab_size if average.whole else 1
+        total = average.start((*batch.targets.shape, width))
+        total, carry = jax.lax.scan(block, total, (carry, keys, weights))
+        nats = average.nats(total, batch.targets)
+        if batch.lengths is not None:
+            steps = jnp.arange(nats.shape[1])[None]
+            nats = jnp.where(steps < batch.lengths[:, None], nats, 0.0)
+        return carry, nats
+
+    return passes.over_windows(
+        score, carry, lambda index: batch_at(stream, index), first, count, chunk
+    )
+
+
+def log_probabilities(model, batch, carry, rates, temperature):
+    """log p of all tokens [B, T, V] under dropout, and the carry; a method for `apply`."""
+    start = None if carry == () else carry
+    steps = jnp.arange(batch.inputs.shape[1])[:, None]
+    valid = None if batch.lengths is None else steps < batch.lengths[None]
+    end, hs = model.run(batch.inputs, start, valid, rates)
+    softmax = model.softmax
+    features, log_weights = softmax.features(hs, rates)
+    logits = softmax.component_logits(softmax.matrix(model.embedding), temperature, features)
+    log_p = jax.nn.log_softmax(logits)
+    if log_weights is not None:
+        log_p = jax.nn.logsumexp(log_p + log_weights[..., None], axis=-2)
+    return jnp.swapaxes(log_p, 0, 1), () if start is None else end
+
+
+def sample_keys(key: jax.Array, count: int) -> jax.Array:
+    """The key of each sample [count]; window w of it draws from fold_in(key of the sample, w)."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))
+
+
+def scale_dropout(dropout: models.Dropout, multiplier: float) -> models.Dropout:
+    """All rates times the multiplier."""
+    largest = max((rate for rate in dropout if rate is not None), default=0.0)
+    if not 0 <= multiplier * largest < 1:
+        raise errors.UsageError(
+            f"dropout multiplier {multiplier} is out of range: with the largest rate {largest:g} "
+            f"it must be at least 0 and below {1 / largest if largest else np.inf:g}"
+        )
+    return jax.tree.map(lambda rate: jnp.float32(rate * multiplier), dropout)
+
+
+def fitting_samples(model: Any, shape: tuple[int, int], average: Average) -> int:
+    """How many samples of windows [B, T] a block may hold on one device."""
+    per_token = model.vocab_size * (2 if average.whole else 1)
+    per_token += 8 * model.num_layers * model.hidden_size
+    return max(1, BLOCK_SIZE // (shape[0] * shape[1] * per_token))
+
+
+def cut_blocks(samples: int, block_size: int, devices: int) -> tuple[int, int]:
+    """Blocks and samples of each, a multiple of the devices; the last samples may be padding."""
+    num_blocks = -(-samples // block_size)
+    size = -(-samples // num_blocks)
+    size = -(-size // devices) * devices
+    return -(-samples // size), size

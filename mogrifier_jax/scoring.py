@@ -1,0 +1,183 @@
+"""`--mode=evaluate`: every column of the paper's tables for the runs in workdirs.
+
+    python -m mogrifier_jax.main --mode=evaluate --workdir=runs/ptb --eval.methods=deterministic,mc
+
+Results are added to `evaluation.json` in the workdir, and the score of every token goes to
+`tokens/<method>_<text>.npz`. `options.py` lists the options, `methods.py` scores, `report.py`
+makes Markdown of several workdirs, `tokens.py` ensembles.
+"""
+
+import json
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+from ml_collections import config_dict
+
+from mogrifier_jax import (
+    dyneval,
+    errors,
+    methods,
+    metrics,
+    models,
+    progress,
+    report,
+    tokens,
+    workdirs,
+)
+
+# Rows of the table that have places of their own, or none.
+_SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
+
+
+def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[str, Any]]:
+    """Evaluates the runs in these workdirs, or ensembles files; returns the results."""
+    if options.ensemble:
+        return [run_ensemble(options.ensemble.split(","), options.output)]
+    if not folders or not all(folders):
+        raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
+    evaluations = [evaluate_workdir(folder, options) for folder in folders]
+    if len(folders) > 1 or options.output:
+        markdown = report.to_markdown(evaluations)
+        if jax.process_index() == 0:
+            print(markdown)
+            if options.output:
+                workdirs.replace_text(pathlib.Path(options.output), markdown)
+    return evaluations
+
+
+def run_ensemble(paths: Sequence[str], output: str | None = None) -> dict[str, Any]:
+    """Averages the probabilities in files of token scores and shows what comes out."""
+    scores, members, vocab = tokens.ensemble(paths)
+    nats = scores.mean()
+    rows = [(str(path), _show_nats(member)) for path, member in zip(paths, members, strict=True)]
+    rows.append(("ensemble", _show_nats(nats)))
+    logging.info("\n%s", progress.table({f"ensemble of {len(paths)} files": rows}))
+    if output:
+        tokens.write_tokens(output, scores, vocab, ensemble=list(map(str, paths)))
+    return {"ensemble": list(map(str, paths)), "nats": nats, "members": members}
+
+
+def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> dict[str, Any]:
+    """Runs the methods that are asked for on one workdir; returns its evaluation.json."""
+    names = [name for name in options.methods.split(",") if name]
+    for name in names:
+        if name not in methods.METHODS:
+            known = ", ".join(methods.METHODS)
+            raise errors.UsageError(f"method {name!r} is unknown; use any of {known}")
+    if not names:
+        return read_evaluation(folder)
+    scorer = methods.Scorer(folder, options)
+    evaluation = begin(scorer)
+    for method in names:
+        details, score = getattr(scorer, method)()
+        for name in scorer.names:
+            started = time.perf_counter()
+            row = make_row(scorer, method, name, details, score(name))
+            row["seconds"] = round(time.perf_counter() - started, 2)
+            add_row(evaluation, row)
+            # After each: an interruption leaves what is done.
+            if jax.process_index() == 0:
+                workdirs.write_json(folder, "evaluation.json", evaluation)
+    logging.info("\n%s", describe(evaluation))
+    return evaluation
+
+
+def begin(scorer: methods.Scorer) -> dict[str, Any]:
+    """What evaluation.json starts from: earlier results of the same weights are kept."""
+    info = scorer.loaded.info
+    num_params = sum(models.count_parameters(scorer.model).values())
+    evaluation = {
+        **{key: info[key] for key in ("workdir", "which", "step", "total_steps", "finished")},
+        "unit": scorer.texts.unit,
+        "run": report.describe_run(scorer.loaded.config, num_params),
+        "num_params": num_params,
+        "versions": workdirs.versions(),
+        "results": [],
+    }
+    if (pathlib.Path(scorer.folder) / "evaluation.json").exists():
+        earlier = read_evaluation(scorer.folder)
+        if all(earlier.get(key) == evaluation[key] for key in ("which", "step", "unit")):
+            evaluation["results"] = earlier["results"]
+    return evaluation
+
+
+def make_row(scorer, method, name, details, result) -> dict[str, Any]:
+    """One result for evaluation.json, its tokens written to a file; null if it diverged."""
+    row = {"method": method, "text": name, "stripes": scorer.options.stripes, **details}
+    if name == "text":
+        row |= scorer.texts.about
+        name = f"text_{pathlib.Path(scorer.options.text).stem}"
+    scores = result
+    if isinstance(result, dyneval.Outcome):
+        scores = result.scores
+        if result.diverged_at is not None:
+            logging.warning("%s of %s %s", method, name, methods.show_outcome(result))
+            row |= {"diverged_at_window": result.diverged_at}
+            row |= {"last_finite_nats": result.last_finite_nats}
+    path = pathlib.Path(scorer.folder) / "tokens" / f"{method}_{name}.npz"
+    about = {key: value for key, value in row.items() if key != "file"}
+    if jax.process_index() == 0:
+        tokens.write_tokens(path, scores, scorer.loaded.vocabulary, **about)
+    nats = methods.nats_of(result)
+    if nats != nats:
+        return row | {"nats": None, "tokens": len(scores.tokens), "file": str(path)}
+    values = {"perplexity": metrics.perplexity(nats), "bits": metrics.bits(nats)}
+    return row | {"nats": nats, **values, "tokens": len(scores.tokens), "file": str(path)}
+
+
+def add_row(evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
+    """Puts a result in the place of the earlier one of the same method and text, if any."""
+    same = ("method", "text", "path")
+    kept = [
+        earlier
+        for earlier in evaluation["results"]
+        if any(earlier.get(key) != row.get(key) for key in same)
+    ]
+    evaluation["results"] = [*kept, row]
+
+
+def read_evaluation(folder: str) -> dict[str, Any]:
+    """What evaluations of a workdir have left."""
+    path = pathlib.Path(folder) / "evaluation.json"
+    if not path.exists():
+        raise errors.UsageError(
+            f"{path} does not exist; evaluate that run first, with --eval.methods"
+        )
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise errors.UsageError(
+            f"{path} is not valid JSON ({error}); delete it and evaluate again"
+        ) from None
+
+
+def describe(evaluation: Mapping[str, Any]) -> str:
+    """The table on the terminal: methods with their scores, then what they were made with."""
+    sections: dict[str, list[tuple[str, Any]]] = {
+        "run": [
+            ("workdir", evaluation["workdir"]),
+            ("checkpoint", f"{evaluation['which']}, step {evaluation['step']:,}"),
+            *evaluation["run"].items(),
+        ]
+    }
+    unit = evaluation["unit"]
+    for method in methods.METHODS:
+        rows = [row for row in evaluation["results"] if row["method"] == method]
+        if not rows:
+            continue
+        lines: list[tuple[str, Any]] = []
+        for row in rows:
+            score = "diverged" if row["nats"] is None else metrics.show(row["nats"], unit)
+            nats = row["nats"] if row["nats"] is not None else row["last_finite_nats"]
+            lines.append((row["text"], f"{score}  ({nats:.5f} nats, {row['tokens']:,} tokens)"))
+        details = {k: v for row in rows for k, v in row.items() if k not in _SHOWN}
+        sections[method] = lines + [(f"  {key}", value) for key, value in details.items()]
+    return progress.table(sections)
+
+
+def _show_nats(nats: float) -> str:
+    return f"{nats:.5f} nats  (ppl {metrics.perplexity(nats):.2f}, {metrics.bits(nats):.4f} bits)"
