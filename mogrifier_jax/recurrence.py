@@ -87,7 +87,7 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
             return outputs[name]
 
         carry = step(taps.replace(note), carry, x, **extras, **constant)
-        return carry, (carry, taps.pack(outputs))
+        return carry, (carry, outputs)
 
     last, (carries, outputs) = jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
     return (last, carries.h), (params, carry, xs, scanned, constant, carries, outputs)
@@ -109,11 +109,11 @@ def _backward(step, dtype, unroll, saved, cotangents):
             recall = lambda name, x: _recall(x, outputs[name], transposed[name])
             return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
 
-        _, pull = jax.vjp(replay, carry, x, taps.unpack(outputs), taps.vectors)
+        _, pull = jax.vjp(replay, carry, x, outputs, taps.vectors)
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
-        return (d_carry, d_vectors), (d_x, taps.pack(d_outputs))
+        return (d_carry, d_vectors), (d_x, d_outputs)
 
     state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
     (d_carry, d_vectors), (d_xs, d_outputs) = jax.lax.scan(
@@ -122,7 +122,6 @@ def _backward(step, dtype, unroll, saved, cotangents):
 
     def matmul_inputs(carry, x, extras, outputs):
         inputs = {}
-        outputs = taps.unpack(outputs)
 
         def recall(name, x):
             inputs[name] = x
@@ -195,47 +194,18 @@ class Taps:
         taps = {name: tap(name) for name in self.matrices}
         return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
 
-    def pack(self, outputs):
-        """Few large arrays to store at each step: slabs [N, B, F] of equal feature size F."""
-        slabs = {}
-        for name, matrix in self.matrices.items():
-            parts = slabs.setdefault(matrix.shape[-1], [])
-            output = outputs[name]
-            if matrix.ndim == 2:
-                parts.append(output)
-            else:
-                parts.extend(output[..., gate, :] for gate in range(matrix.shape[1]))
-        return {size: jnp.stack(parts) for size, parts in sorted(slabs.items())}
-
-    def unpack(self, slabs):
-        """The inverse of `pack`."""
-        outputs, taken = {}, dict.fromkeys(slabs, 0)
-        for name, matrix in self.matrices.items():
-            size, count = matrix.shape[-1], self._num_parts(name)
-            slab = slabs[size][taken[size] : taken[size] + count]
-            outputs[name] = slab[0] if matrix.ndim == 2 else jnp.moveaxis(slab, 0, -2)
-            taken[size] += count
-        return outputs
-
-    def _num_parts(self, name):
-        matrix = self.matrices[name]
-        return 1 if matrix.ndim == 2 else matrix.shape[1]
-
-    def gradients(self, inputs, d_slabs, d_vectors):
+    def gradients(self, inputs, d_outputs, d_vectors):
         """One matmul over [T, B] for each matrix, one sum for each bias."""
-        grads, taken = dict(d_vectors), dict.fromkeys(d_slabs, 0)
-        for name, matrix in self.matrices.items():
-            size, count = matrix.shape[-1], self._num_parts(name)
-            d_output = d_slabs[size][:, taken[size] : taken[size] + count]  # [T, N, B, F]
-            taken[size] += count
+        grads = dict(d_vectors)
+        for name in self.matrices:
+            d_output = d_outputs[name]
             wide = cells.wide(d_output.dtype)
-            contract = (((0, 1), (0, 2)), ((), ()))
-            grads[name] = jax.lax.dot_general(
-                inputs[name], d_output, contract, preferred_element_type=wide
+            over_time = ((0, 1), (0, 1))
+            grads[name] = jnp.tensordot(
+                inputs[name], d_output, over_time, preferred_element_type=wide
             )
             if name in self._bias_of:
-                grads[self._bias_of[name]] = d_output.astype(wide).sum((0, 2))
+                grads[self._bias_of[name]] = d_output.sum((0, 1), dtype=wide)
         return self._treedef.unflatten(
-            grads[name].reshape(leaf.shape).astype(leaf.dtype)
-            for name, leaf in self._params.items()
+            grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
         )

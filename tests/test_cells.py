@@ -26,7 +26,10 @@ def make(variant, **more):
     module = layers.CELLS[name](
         H, **{**options, **more}, dtype=jnp.float64, param_dtype=jnp.float64
     )
-    init = lambda key: module.init(key, module.initialize_carry(None, (B, D)), jnp.zeros((B, D)))
+
+    def init(key):
+        return module.init(key, module.initialize_carry(None, (B, D)), jnp.zeros((B, D)))
+
     shapes = jax.eval_shape(init, jax.random.key(0))["params"]
     rng = np.random.default_rng(0)
     return module, jax.tree.map(lambda leaf: 0.6 * rng.standard_normal(leaf.shape), shapes)

@@ -1,0 +1,219 @@
+"""The fast path against the plain one: values, gradients, dtypes, and what is in the loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from mogrifier_jax import cells, layers
+from tests import quick, reference
+
+T, B, D, H = 7, 3, 4, 5
+LENGTHS = (7, 4, 5)
+# Switches that do not matter to the recurrence are left to the cells' own tests.
+VARIANTS = [
+    name
+    for name in reference.VARIANTS
+    if name not in ("lstm uncapped", "lstm tied", "lstm clipped", "mogrifier no bias", "elman")
+]
+
+
+def make_cell(variant, hidden_size=H, **more):
+    name, options = reference.VARIANTS[variant]
+    return layers.CELLS[name](hidden_size, **{**options, **more}, parent=None)
+
+
+def problem(cell, input_size=D, steps=T, batch=B, dtype=np.float64):
+    """Parameters, carry, xs; a mask for each step; which steps are within the examples."""
+
+    def init(key):
+        carry = cell.initialize_carry(key, (batch, input_size))
+        xs = jnp.zeros((1, batch, input_size), cell.dtype)
+        return layers.Layer(cell).init(key, carry, xs)["params"], carry
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    params, carry = jax.tree.map(lambda a: 0.5 * rng.standard_normal(a.shape, dtype), shapes)
+    xs = rng.standard_normal((steps, batch, input_size), dtype)
+    keep = rng.random((steps, batch, cell.hidden_size)) < 0.7
+    valid = np.arange(steps)[:, None] < np.array(LENGTHS[:batch])
+    return (params, carry, xs), keep, valid
+
+
+def objective(layer):
+    """A scalar of all that a layer returns."""
+
+    def value(tree, keep, valid):
+        params, carry, xs = tree
+        scale = None if keep is None else jnp.asarray(1 / 0.7, xs.dtype)
+        carry, ys = layer.apply({"params": params}, carry, xs, keep, scale, valid)
+        weights = jnp.cos(jnp.arange(ys.size)).reshape(ys.shape).astype(ys.dtype)
+        ends = sum(jnp.cos(leaf).sum().astype(ys.dtype) for leaf in jax.tree.leaves(carry))
+        return (weights * ys).sum() + ends, (carry, ys)
+
+    return value
+
+
+@functools.cache
+def compiled(variant, **layer_options):
+    cell = make_cell(variant, dtype=jnp.float64, param_dtype=jnp.float64)
+    layer = layers.Layer(cell, **layer_options)
+    return quick.jit(jax.value_and_grad(objective(layer), has_aux=True))
+
+
+def solve(variant, tree, keep, valid, **layer_options):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        return jax.device_get(compiled(variant, **layer_options)(tree, keep, valid))
+
+
+def assert_equal(found, expected, rtol=1e-10, atol=1e-12):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fast_path_equals_plain_path(variant):
+    tree, keep, valid = problem(make_cell(variant))
+    fast = solve(variant, tree, keep, valid)
+    plain = solve(variant, tree, keep, valid, fast=False)
+    assert_equal(fast, plain)
+    (_, (carry, ys)), grads = fast
+    assert (ys[4:, 1] == 0).all() and (ys[:4] != 0).all()
+    assert all(abs(leaf).max() > 1e-5 for leaf in jax.tree.leaves(grads))
+    other = solve(variant, tree, ~keep, valid, fast=False)
+    assert abs(other[0][0] - plain[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("variant", ["lstm", "mogrifier gru"])
+def test_chunks_and_unrolling_change_nothing(variant):
+    tree, keep, valid = problem(make_cell(variant))
+    expected = solve(variant, tree, keep, valid)
+    assert_equal(solve(variant, tree, keep, valid, remat_window=3, unroll=2), expected)
+    even = ((*tree[:2], tree[2][:6]), keep[:6], valid[:6])
+    expected = solve(variant, *even, fast=False, unroll=2)
+    assert_equal(solve(variant, *even, remat_window=2), expected)
+    assert_equal(solve(variant, *even, remat_window=6), expected)
+
+
+@pytest.mark.parametrize("variant", ["mlstm", "mogrifier"])
+def test_one_mask_for_the_window_is_the_same_mask_at_each_step(variant):
+    tree, keep, valid = problem(make_cell(variant))
+    repeated = np.broadcast_to(keep[0], keep.shape)
+    expected = solve(variant, tree, repeated, valid, fast=False)
+    assert_equal(solve(variant, tree, keep[0], valid, remat_window=3), expected)
+    assert_equal(solve(variant, tree, keep[0], valid, fast=False), expected)
+    assert abs(solve(variant, tree, keep, valid, fast=False)[0][0] - expected[0][0]) > 1e-3
+
+
+def test_two_windows_equal_one_long_window():
+    variant = "mogrifier low rank"
+    (params, carry, xs), keep, valid = problem(make_cell(variant), steps=8)
+    run = functools.partial(solve, variant, remat_window=3)
+    (_, (end, ys)), _ = run((params, carry, xs), keep, valid)
+    (_, (middle, first)), _ = run((params, carry, xs[:4]), keep[:4], valid[:4])
+    (_, (last, second)), _ = run((params, middle, xs[4:]), keep[4:], valid[4:])
+    assert_equal((last, np.concatenate([first, second])), (end, ys))
+    (_, (restarted, _)), _ = run((params, carry, xs[4:]), keep[4:], valid[4:])
+    assert abs(restarted.h - end.h).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "variant, fast",
+    [("lstm", True), ("mogrifier all", True), ("mlstm", True), ("mogrifier gru", True)]
+    + [("mogrifier all", False)],
+)
+def test_bfloat16_is_close_and_keeps_c_and_gradients_in_float32(variant, fast, strict_dtypes):
+    tree, keep, valid = problem(make_cell(variant), dtype=np.float32)
+    results = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        layer = layers.Layer(make_cell(variant, dtype=dtype), fast=fast)
+        params, carry, xs = tree
+        carry = carry._replace(h=carry.h.astype(dtype))
+        run = quick.jit(jax.value_and_grad(objective(layer), has_aux=True))
+        results[dtype] = jax.device_get(run((params, carry, xs.astype(dtype)), keep, valid))
+    (_, (carry, ys)), (d_params, d_carry, d_xs) = results[jnp.bfloat16]
+    assert ys.dtype == carry.h.dtype == d_carry.h.dtype == d_xs.dtype == jnp.bfloat16
+    if isinstance(carry, cells.LSTMCarry):
+        assert carry.c.dtype == d_carry.c.dtype == np.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(d_params)} == {np.dtype(np.float32)}
+    (_, (_, expected)), (d_expected, _, _) = results[jnp.float32]
+    # A bfloat16 has 8 bits: 0.4 % for each rounding, of which a step makes a few.
+    np.testing.assert_allclose(ys.astype(np.float32), expected, atol=0.03)
+    assert abs(ys.astype(np.float32) - expected).max() > 1e-4
+    for a, b in zip(jax.tree.leaves(d_params), jax.tree.leaves(d_expected), strict=True):
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+
+
+def scans(jaxpr):
+    """All the scans in a program, those within others too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from scans(inner)
+
+
+def arrays(jaxpr):
+    """The sizes of all that a program computes."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.size for variable in equation.outvars)
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from arrays(inner)
+
+
+def gradient_program(cell, tree, **options):
+    gradient = jax.grad(objective(layers.Layer(cell, **options)), has_aux=True)
+    return jax.make_jaxpr(gradient)(tree, None, None).jaxpr
+
+
+def carried_sizes(jaxpr):
+    sizes = set()
+    for scan in scans(jaxpr):
+        first = scan.params["num_consts"]
+        carry = scan.invars[first : first + scan.params["num_carry"]]
+        sizes |= {variable.aval.size for variable in carry}
+    return sizes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backward_scan_accumulates_no_weight_gradients(variant):
+    # Primes, so that a size tells what an array is.
+    cell = make_cell(variant, hidden_size=13)
+    tree, _, _ = problem(cell, input_size=11, dtype=np.float32)
+    matrices = {
+        leaf.size
+        for path, leaf in jax.tree.leaves_with_path(tree[0])
+        if path[-1].key in ("kernel", "down", "up", "input", "recurrent")
+    }
+    state = tree[1].h.size
+    fast = carried_sizes(gradient_program(cell, tree))
+    plain = carried_sizes(gradient_program(cell, tree, fast=False))
+    assert state in fast and state in plain
+    assert not matrices & fast
+    assert matrices <= plain
+
+
+def test_remat_keeps_less():
+    cell = make_cell("mogrifier low rank", hidden_size=13)
+    tree, _, _ = problem(cell, input_size=11, steps=64, batch=2, dtype=np.float32)
+    program = functools.partial(gradient_program, cell, tree)
+    whole, chunked = (max(arrays(program(**options))) for options in ({}, {"remat_window": 8}))
+    gates = 64 * 2 * 4 * 13
+    assert chunked < gates <= whole
+
+
+def test_remat_needs_less_memory():
+    cell = make_cell("mogrifier low rank", hidden_size=64)
+    tree, _, _ = problem(cell, input_size=64, steps=128, batch=2, dtype=np.float32)
+    needed = {}
+    for window in (None, 16):
+        layer = layers.Layer(cell, remat_window=window)
+        gradient = quick.jit(jax.grad(objective(layer), has_aux=True))
+        memory = gradient.lower(tree, None, None).compile().memory_analysis()
+        needed[window] = memory.temp_size_in_bytes
+    assert needed[16] < 0.5 * needed[None]
