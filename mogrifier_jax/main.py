@@ -24,6 +24,11 @@ _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _EVAL = config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
 _JSON = flags.DEFINE_string("json", None, "For preflight: a file for the numbers.")
+_PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
+_PEER_TIMEOUT = flags.DEFINE_float("peer_timeout", 60.0, "Seconds until a process counts as lost.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -35,10 +40,14 @@ def main(argv: Sequence[str]) -> None:
     if _MODE.value == "preflight":
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
-    from mogrifier_jax import progress
+    from mogrifier_jax import distributed, progress, runtime
 
-    progress.setup_logging()
-    {"train": train, "evaluate": evaluate, "preflight": preflight}[_MODE.value]()
+    runtime.use_compilation_cache()
+    numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
+    with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
+        progress.setup_logging()
+        {"train": train, "evaluate": evaluate, "preflight": preflight}[_MODE.value]()
 
 
 def require_config() -> None:

@@ -1,0 +1,336 @@
+"""Many processes as one run: who they are, roll call, and what happens when one is lost.
+
+`find_place` reads flags and the environment, `session` starts `jax.distributed` and ends it.
+In between a thread in each process (`Watch`) tells the others through the coordinator that it is
+alive; when one falls silent or fails, the rest stop within a bounded time and say which one it
+was. Process 0 is the coordinator: if its host is lost, the runtime itself aborts the others.
+Restarting is the launcher's work, see `launch.py`; requests to stop are in `signals.py`.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+import jax
+from absl import logging
+from jax._src import distributed as runtime  # There is no public way to the key-value store.
+
+from mogrifier_jax import errors
+
+RESTART = errors.Interrupted.exit_code
+_GRACE = 10.0  # Seconds that others have to notice, before a process that failed is gone.
+
+
+class PeerLost(RuntimeError):
+    """Another process is missing; starting all of them again goes on from the last checkpoint."""
+
+    exit_code = RESTART
+
+
+class Place(NamedTuple):
+    """What `jax.distributed` must be told; without a coordinator it asks the TPU pod itself."""
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_devices: tuple[int, ...] | None = None  # None: all that this process sees.
+
+
+def find_place(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+) -> Place | None:
+    """Where this process stands among many, from arguments or the environment; None: it is alone.
+
+    In this order: the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
+    (or JOB_COMPLETION_INDEX of an indexed Kubernetes job); Slurm; TPU pods.
+    """
+    if num_processes == 1:
+        return None
+    if (coordinator, num_processes, process_id) != (None, None, None):
+        return _explicit(coordinator, num_processes, process_id)
+    address = environment.get("JAX_COORDINATOR_ADDRESS")
+    index = environment.get("JAX_PROCESS_ID", environment.get("JOB_COMPLETION_INDEX"))
+    count = environment.get("JAX_NUM_PROCESSES")
+    if address and count and index:
+        return None if int(count) == 1 else _explicit(address, int(count), int(index))
+    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        return _slurm(environment)
+    if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or _on_tpu_host(environment):
+        return Place(None, None, None)
+    return None
+
+
+def _explicit(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Place:
+    if coordinator is None or num_processes is None or process_id is None:
+        raise errors.UsageError(
+            f"--coordinator {coordinator}, --num_processes {num_processes} and --process_id "
+            f"{process_id} belong together: give all three, or none"
+        )
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise errors.UsageError(
+            f"--coordinator {coordinator!r} is not host:port; give the host of process 0 and a "
+            "free port there, such as 10.0.0.2:1234"
+        )
+    if not 0 <= process_id < num_processes:
+        raise errors.UsageError(
+            f"--process_id {process_id} is not one of {num_processes} processes: they are counted "
+            f"from 0 to {num_processes - 1}"
+        )
+    return Place(coordinator, num_processes, process_id)
+
+
+def _slurm(environment: Mapping[str, str]) -> Place:
+    """One process for each task; tasks that share a node take a device each."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    prefix, number = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes).groups()  # type: ignore[union-attr]
+    port = 61_440 + int(environment["SLURM_JOB_ID"]) % 4096  # Jobs that share a node differ.
+    tasks = int(environment["SLURM_NTASKS"])
+    alone = tasks == int(environment.get("SLURM_NNODES", "1"))
+    return Place(
+        f"{prefix}{number or ''}:{port}",
+        tasks,
+        int(environment["SLURM_PROCID"]),
+        None if alone else (int(environment["SLURM_LOCALID"]),),
+    )
+
+
+def _on_tpu_host(environment: Mapping[str, str]) -> bool:
+    """Whether TPU chips are here and meant to be used."""
+    wanted = "cpu" not in environment.get("JAX_PLATFORMS", "")
+    return wanted and any(
+        map(pathlib.Path.exists, map(pathlib.Path, ("/dev/accel0", "/dev/vfio/0")))
+    )
+
+
+@contextlib.contextmanager
+def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None]:
+    """Runs its body as one of many processes; does nothing if this one is alone.
+
+    Args:
+      peer_timeout: seconds of silence after which a process counts as lost, and the bound of
+        every wait for the others at start and end.
+    """
+    if place is None:
+        yield
+        return
+    if place.coordinator:
+        roll_call(place, 5 * peer_timeout)
+    options = {}
+    if place.coordinator:
+        options["cluster_detection_method"] = "deactivate"
+    jax.distributed.initialize(
+        place.coordinator,
+        place.num_processes,
+        place.process_id,
+        place.local_devices,
+        initialization_timeout=int(5 * peer_timeout),
+        heartbeat_timeout_seconds=int(2 * peer_timeout) + 10,  # `Watch` comes first, with a name.
+        shutdown_timeout_seconds=int(peer_timeout),
+        **options,
+    )
+    if jax.process_count() == 1:
+        yield
+        return
+    watch = Watch(peer_timeout)
+    watch.start()
+    try:
+        yield
+    except BaseException as error:
+        watch.fail(error)
+    watch.leave("0 done")
+    jax.distributed.shutdown()
+
+
+def barrier(name: str, *, timeout: float = 300.0) -> None:
+    """Waits until every process is here; tells which are missing when the time is over."""
+    if jax.process_count() == 1:
+        return
+    try:
+        runtime.global_state.client.wait_at_barrier(name, int(1000 * timeout))  # type: ignore[union-attr]
+    except jax.errors.JaxRuntimeError as error:
+        # The runtime lists numbers of processes, one in a line, behind "task names:".
+        missing = re.findall(r"^(\d+)$", str(error), re.MULTILINE)
+        raise PeerLost(
+            f"{_name(missing)} did not reach {name!r} within {timeout:g} s; see the log there, "
+            "then start all processes again"
+        ) from error
+
+
+class Watch(threading.Thread):
+    """Tells the other processes that this one is alive, and looks whether they are."""
+
+    def __init__(self, timeout: float):
+        super().__init__(daemon=True, name="watch")
+        self._timeout = timeout
+        self._period = min(5.0, timeout / 6)
+        self._client = runtime.global_state.client
+        self._me = jax.process_index()
+        self._others = set(range(jax.process_count())) - {self._me}
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Beats and checks until this process leaves."""
+        seen: dict[int, tuple[str, float]] = {}
+        beats = 0
+        while not self._stopped.wait(self._period):
+            beats += 1
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # Silence is noticed below.
+                self._put(str(beats))
+                for process, value in self._read().items():
+                    if seen.get(process, ("", 0.0))[0] != value:
+                        seen[process] = value, time.monotonic()
+            for process in self._others:
+                value, since = seen.setdefault(process, ("", time.monotonic()))
+                self._judge(process, value, time.monotonic() - since)
+
+    def _judge(self, process: int, value: str, age: float) -> None:
+        code, _, reason = value.partition(" ")
+        if not reason:  # A number of beats.
+            if age > self._timeout:
+                self._stop_all(
+                    f"process {process} was not heard of for {age:.0f} s: this one stops too, "
+                    "start all again to go on from the last checkpoint",
+                    RESTART,
+                )
+        elif int(code) not in (0, RESTART) and age > _GRACE / 2:
+            self._stop_all(f"process {process} failed: {reason}", int(code))
+
+    def _stop_all(self, message: str, code: int) -> NoReturn:
+        print(f"PeerLost: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._put(f"{RESTART} {message}")
+            if self._me == 0:
+                time.sleep(2 * self._period)  # Others read it here.
+        os._exit(code)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends this process with the error's exit code, such that the others learn of it."""
+        code = getattr(error, "exit_code", 1)
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1
+        elif hasattr(error, "exit_code"):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            logging.warning("looking whether another process was lost")
+            time.sleep(self._timeout + 2 * self._period)  # The watch ends this process if so.
+        self.leave(f"{code} {str(error).splitlines()[0][:200] if str(error) else repr(error)}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def leave(self, status: str) -> None:
+        """Stops watching; process 0, which keeps all messages, lets the others leave first."""
+        self._stopped.set()
+        self.join(2 * self._period)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._put(status)
+            end = time.monotonic() + _GRACE
+            while self._me == 0 and time.monotonic() < end:
+                values = self._read()
+                if all(" " in values.get(process, "") for process in self._others):
+                    break
+                time.sleep(0.2)
+
+    def _put(self, value: str) -> None:
+        self._client.key_value_set(f"watch/{self._me}", value, allow_overwrite=True)
+
+    def _read(self) -> dict[int, str]:
+        found = self._client.key_value_dir_get("watch/")
+        return {int(key.rpartition("/")[2]): value for key, value in found}
+
+
+def roll_call(place: Place, timeout: float) -> None:
+    """Waits until all processes have reached the coordinator; names those that have not.
+
+    It takes place at the coordinator's port, which is free again afterwards.
+    """
+    end = time.monotonic() + timeout
+    _, _, port = place.coordinator.rpartition(":")  # type: ignore[union-attr]
+    if place.process_id:
+        _answer(place, end, timeout)
+    else:
+        _call(place, int(port), end, timeout)
+
+
+def _call(place: Place, port: int, end: float, timeout: float) -> None:
+    """Process 0: notes who comes, and tells all of them the outcome."""
+    arrived: dict[int, socket.socket] = {}
+    expected = set(range(1, place.num_processes))  # type: ignore[arg-type]
+    try:
+        server = socket.create_server(("", port), backlog=128)
+    except OSError as error:
+        raise errors.UsageError(
+            f"port {port} of this host is taken ({error.strerror}); give --coordinator another one"
+        ) from error
+    problem = ""
+    with server:
+        while not problem and arrived.keys() != expected:
+            server.settimeout(max(0.01, end - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+                connection.settimeout(5.0)
+                process, count = json.loads(connection.makefile().readline() or "[-1, 0]")
+            except TimeoutError:
+                if time.monotonic() >= end:
+                    missing = sorted(expected - arrived.keys())
+                    problem = f"{_name(missing)} did not come within {timeout:g} s"
+                continue
+            except (OSError, ValueError):
+                continue  # Not one of us.
+            if count != place.num_processes:
+                problem = f"process {process} counts {count} processes, not {place.num_processes}"
+            elif process in arrived:
+                problem = f"two processes say that they are process {process}"
+            arrived[process] = connection
+    for connection in arrived.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{problem}\n".encode())
+            connection.close()
+    if problem:
+        raise PeerLost(_not_all(problem, place))
+
+
+def _answer(place: Place, end: float, timeout: float) -> None:
+    """The others: report to process 0 and hear whether all have come."""
+    host, _, port = place.coordinator.rpartition(":")  # type: ignore[union-attr]
+    failure: Exception = TimeoutError("no answer")
+    while time.monotonic() < end + 5:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0) as connection:
+                connection.sendall(f"[{place.process_id}, {place.num_processes}]\n".encode())
+                connection.settimeout(max(1.0, end + 5 - time.monotonic()))
+                heard = connection.makefile().readline()
+            if heard.endswith("\n"):
+                if heard.strip():
+                    raise PeerLost(_not_all(heard.strip(), place))
+                return
+        except OSError as error:
+            failure = error
+        time.sleep(0.2)
+    raise PeerLost(_not_all(f"process 0 did not answer within {timeout:g} s ({failure})", place))
+
+
+def _not_all(problem: str, place: Place) -> str:
+    return (
+        f"{problem}; {place.num_processes} processes meet at {place.coordinator}: see that each is "
+        "started with its own --process_id and can reach that address"
+    )
+
+
+def _name(processes: Sequence[int | str]) -> str:
+    return f"process{'es' * (len(processes) != 1)} {', '.join(map(str, processes))}"
