@@ -16,7 +16,7 @@ TINY = dict(
     model=dict(hidden_size=16, rank=4),
     averaging=dict(trigger_turns=1, trigger_at_the_latest=1),
     schedule=dict(turns=2, steps_per_turn=4),
-    evaluation=dict(temperature_tokens=1_000, train_windows=1),
+    evaluation=dict(temperature_tokens=1_000, train_windows=1, max_windows=10),
 )
 
 
@@ -74,6 +74,7 @@ def get_config(variant=""):
         temperature_tokens=50_000,
         lines_per_stripe=100,
         train_windows=20,
+        max_windows=config_dict.placeholder(int),  # Of a split; all unless set.
     )
     config.mesh = dict(data=-1, model=1)
     if cell == "lstm":

@@ -5,6 +5,7 @@ for each window and added on the host in float64. `montecarlo.py` averages over 
 masks, `dyneval.py` adapts the weights on the way.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tqdm
 
-from mogrifier_jax import errors, metrics, steps, tasks
+from mogrifier_jax import errors, metrics, partitioning, steps, tasks
 
 # lamb's grid of multipliers on the logits, in its order.
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))
@@ -26,10 +28,16 @@ class Evaluation:
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
         self.model, self.plan = model, plan
         self._chunk = min(chunk, plan.num_windows)
+        zero_carry = functools.partial(model.zero_carry, plan.batch_size)
+        carry = jax.eval_shape(zero_carry) if plan.carries else ()
+        # Placed the same before and after a dispatch, or else it would be compiled twice.
+        in_place = _carry_shardings(plan, carry)
+        self._zero_carry = jax.jit(zero_carry, out_shardings=in_place) if plan.carries else tuple
         self._run = jax.jit(
             functools.partial(
                 score_windows, model=model, batch_at=plan.batch_at, num_windows=self._chunk
-            )
+            ),
+            out_shardings=(None, None, in_place),
         )
 
     def __call__(
@@ -37,16 +45,24 @@ class Evaluation:
     ) -> metrics.Sum:
         """Nats over tokens of the first `max_windows` windows, or of all."""
         windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
-        carry = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
+        carry = self._zero_carry()
         total = metrics.Sum(0.0, 0)
         bar = tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False)
         for first in range(0, windows, self._chunk):
             nats, counts, carry = self._run(params, self.plan.stream, carry, first, temperature)
-            wanted = slice(0, windows - first)
-            total = total.merge(metrics.Sum(nats[wanted], counts[wanted]).on_host())
+            wanted = (np.asarray(a)[: windows - first] for a in (nats, counts))
+            total = total.merge(metrics.Sum(*wanted).on_host())
             bar.update(min(self._chunk, windows - first))
         bar.close()
         return total
+
+
+def _carry_shardings(plan: tasks.Plan, carry: Any) -> Any:
+    """Where the carry lies: with the stripes of the plan, if those lie on a mesh."""
+    for leaf in jax.tree.leaves(plan.stream):
+        if isinstance(leaf.sharding, jax.sharding.NamedSharding):
+            return partitioning.shardings({"carry": carry}, leaf.sharding.mesh)["carry"]
+    return None
 
 
 def score_windows(params, stream, carry, first, temperature, *, model, batch_at, num_windows):
@@ -85,42 +101,63 @@ class Scores(NamedTuple):
     temperature: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """`config.evaluation`."""
+
+    softmax_temperature: float | None = None  # Searched unless set.
+    temperature_tokens: int = 50_000
+    lines_per_stripe: int = 100
+    train_windows: int = 20
+    max_windows: int | None = None  # Of validation and test data; all unless set.
+
+    def __post_init__(self):
+        temperature = self.softmax_temperature
+        if temperature is not None and not 0 < temperature <= 10:
+            raise errors.UsageError(
+                f"evaluation.softmax_temperature {temperature} is out of range: it multiplies the "
+                "logits, so give a value in (0, 10], or leave it unset to search"
+            )
+        for name in ("temperature_tokens", "lines_per_stripe", "train_windows", "max_windows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise errors.UsageError(f"evaluation.{name} {value} must be at least 1")
+
+
 class TurnEvaluation:
     """The evaluation before each turn, in lamb's order: training data, temperature, validation."""
 
     def __init__(
-        self,
-        model: Any,
-        task: tasks.Task,
-        *,
-        batch_size: int,
-        window: int,
-        softmax_temperature: float | None = None,
-        temperature_tokens: int = 50_000,
-        lines_per_stripe: int = 100,
-        train_windows: int = 20,
+        self, model: Any, task: tasks.Task, settings: Settings, *, batch_size: int, window: int
     ):
-        if softmax_temperature is not None and not 0 < softmax_temperature <= 10:
-            raise errors.UsageError(
-                f"evaluation.softmax_temperature {softmax_temperature} is out of range: it "
-                "multiplies the logits, so give a value in (0, 10], or leave it unset to search"
-            )
-        stripes = num_stripes(task, "valid", batch_size, lines_per_stripe)
-        self._train = Evaluation(model, task.plan("train", batch_size), chunk=train_windows)
-        self._valid = Evaluation(model, task.plan("valid", stripes))
+        self._model, self._task, self._settings = model, task, settings
+        self._batch_size = batch_size
+        self._search_windows = max(1, settings.temperature_tokens // batch_size // window)
+        self._train = self._make("train", batch_size, settings.train_windows)
         # The search reads many short stripes, as training does.
-        self._search = Evaluation(model, task.plan("valid", batch_size))
-        self._train_windows = train_windows
-        self._search_windows = max(1, temperature_tokens // batch_size // window)
-        self._temperature = softmax_temperature
+        self._search = self._make("valid", batch_size, self._search_windows)
+        self._splits: dict[str, Evaluation] = {}
 
     def __call__(self, params: Any) -> Scores:
         """Scores of these weights."""
-        train = self._train(params, max_windows=self._train_windows).mean()
-        temperature = self._temperature or search_temperature(
+        train = self._train(params, max_windows=self._settings.train_windows).mean()
+        temperature = self._settings.softmax_temperature or search_temperature(
             lambda t: self._search(params, t, self._search_windows).mean()
         )
-        return Scores(train, self._valid(params, temperature).mean(), temperature)
+        return Scores(train, self.score("valid", params, temperature), temperature)
+
+    def score(self, split: str, params: Any, temperature: float) -> float:
+        """Nats per token of a whole split, or of as much as the settings allow."""
+        if split not in self._splits:
+            lines = self._settings.lines_per_stripe
+            stripes = num_stripes(self._task, split, self._batch_size, lines)
+            self._splits[split] = self._make(split, stripes, self._settings.max_windows)
+        return self._splits[split](params, temperature, self._settings.max_windows, split).mean()
+
+    def _make(self, split: str, stripes: int, windows: int | None) -> Evaluation:
+        return Evaluation(
+            self._model, self._task.plan(split, stripes), chunk=min(windows or 16, 32)
+        )
 
 
 def num_stripes(task: tasks.Task, split: str, batch_size: int, lines_per_stripe: int) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from mogrifier_jax import errors, options
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
     from mogrifier_jax import distributed, progress, runtime
 
+    logging.set_verbosity(logging.WARNING)  # While libraries start.
     runtime.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
@@ -56,6 +57,9 @@ def require_config() -> None:
         raise errors.UsageError(
             "--config is missing; give an experiment, such as --config=experiments/pydoc.py"
         )
+    path = FLAGS["config"].config_filename.partition(":")[0]
+    if not os.path.isfile(path):
+        raise errors.UsageError(f"--config={path} is not a file; give one, as in experiments/")
 
 
 def evaluate() -> None:
@@ -91,13 +95,39 @@ def default_workdir() -> str:
     return os.path.join("runs", "_".join([name, *variant.split(",")]).rstrip("_"))
 
 
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Parses the command line; whatever is wrong with it becomes one sentence."""
+    try:
+        return FLAGS(list(argv))
+    except (flags.Error, AttributeError, KeyError, OSError, errors.UsageError) as error:
+        raise errors.UsageError(explain(error)) from None
+
+
+def explain(error: BaseException) -> str:
+    """What people need of an error met while flags were parsed."""
+    first = error
+    while first.__context__:
+        first = first.__context__
+    if isinstance(first, errors.UsageError):  # Of an experiment file, wrapped in its traceback.
+        return str(first)
+    if isinstance(error, OSError):
+        return f"--config cannot be read: {str(error).splitlines()[-1].strip()}"
+    if isinstance(error, flags.Error):
+        return str(error)
+    while isinstance(error, BaseException):
+        error = error.args[0]
+    return "the experiment has no such key: " + error.replace("\n", ". ")
+
+
 def run() -> None:
     """The command line."""
     try:
-        app.run(main)
+        app.run(main, flags_parser=parse_flags)
     except (errors.UsageError, errors.Diverged, errors.Interrupted) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from the last checkpoint")
 
 
 if __name__ == "__main__":

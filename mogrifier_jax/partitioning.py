@@ -57,25 +57,33 @@ def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
     return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
 
 
-def check_fits(mesh: Mesh, *, batch_size: int, groups: int, hidden_size: int) -> None:
-    """Refuses a batch or a hidden size that the mesh cannot split evenly."""
-    data, model = mesh.shape["data"], mesh.shape["model"]
+def check_batch(mesh: Mesh, *, batch_size: int, groups: int = 1) -> None:
+    """Refuses a batch that the mesh and gradient accumulation cannot split evenly."""
+    data = mesh.shape["data"]
     unit = data * groups
     if batch_size % unit:
-        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
-        near = " or ".join(str(size) for size in (below, above) if size)
         per_group = f" times optimizer.accumulate ({groups})" if groups > 1 else ""
         raise errors.UsageError(
             f"batch_size {batch_size} is not a multiple of the data axis ({data}){per_group}; "
-            f"try {near}"
+            f"try {_nearest(batch_size, unit)}"
         )
+
+
+def check_hidden_size(mesh: Mesh, hidden_size: int) -> None:
+    """Refuses a hidden size that the mesh cannot split evenly."""
+    model, devices = mesh.shape["model"], mesh.size
     if hidden_size % model:
-        fitting = [m for m in range(1, 2 * model) if hidden_size % m == 0]
-        below, above = hidden_size // model * model, -(-hidden_size // model) * model
+        fitting = [m for m in range(1, model) if hidden_size % m == 0 and devices % m == 0]
         raise errors.UsageError(
             f"hidden_size {hidden_size} is not a multiple of the model axis ({model}); try "
-            f"mesh.model {max(fitting)}, or model.hidden_size {below or above} or {above}"
+            f"mesh.model {max(fitting)}, or model.hidden_size {_nearest(hidden_size, model)}"
         )
+
+
+def _nearest(size: int, unit: int) -> str:
+    """The multiples of `unit` around a size."""
+    below, above = size // unit * unit, -(-size // unit) * unit
+    return f"{below} or {above}" if below else str(above)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -110,6 +118,9 @@ def _spec(path, shape, mesh) -> PartitionSpec:
     else:
         return PartitionSpec()
     split = [MESH_AXES.get(axis) for axis in axes]
-    # An odd vocabulary stays whole; sizes that must divide are refused by `check_fits`.
-    fits = [axis if axis and size % mesh.shape[axis] == 0 else None for axis, size in zip(split, shape)]
+    # An odd vocabulary stays whole; sizes that must divide are refused by `check_hidden_size`.
+    fits = [
+        axis if axis and size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(split, shape, strict=True)
+    ]
     return PartitionSpec(*fits)

@@ -103,7 +103,10 @@ def train_step(
     grads = optim.add_l2(grads, state.params, scale * hyper.l2_penalty)
     direction, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
     params = optim.descend(state.params, direction, hyper.learning_rate)
-    metrics = {"loss_nats": nats / jnp.maximum(num_targets(batch), 1), "grad_norm": optax.tree.norm(grads)}
+    metrics = {
+        "loss_nats": nats / jnp.maximum(num_targets(batch), 1),
+        "grad_norm": optax.tree.norm(grads),
+    }
     state = state.replace(
         step=state.step + 1,
         params=params,

@@ -6,15 +6,17 @@ are cut at the same steps whether or not a run was interrupted.
 """
 
 import contextlib
-import dataclasses
+import difflib
 import functools
+import inspect
 import math
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Set
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from ml_collections import config_dict
 
@@ -32,16 +34,20 @@ from mogrifier_jax import (
     schedule,
     signals,
     steps,
+    summaries,
     tasks,
     workdirs,
 )
 
-# Sections that may differ when a run is resumed, as they do not move its numbers.
-FREE_SECTIONS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
+# What may differ when a run is resumed, as it does not move its numbers.
+FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
 SECTIONS = (
     *("seed", "log_every", "data", "model", "dropout", "optimizer"),
     *("averaging", "schedule", "evaluation", "mesh"),
 )
+
+
+Made = TypeVar("Made")
 
 
 class Run(NamedTuple):
@@ -54,11 +60,17 @@ class Run(NamedTuple):
     program: steps.Program
     hyper: steps.Hyperparameters
     rules: schedule.Rules
+    evaluation: evaluate.Settings
 
     @property
     def batch_size(self) -> int:
         """Global number of stripes."""
         return self.config.data.batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """How many tokens a step reads."""
+        return self.batch_size * self.config.data.window
 
     def init_state(self) -> steps.TrainState:
         """A fresh state; trace it under jit or eval_shape."""
@@ -72,96 +84,116 @@ class Run(NamedTuple):
         return partitioning.with_shardings(jax.eval_shape(self.init_state), self.mesh)
 
     def jit_steps(self) -> jax.stages.Wrapped:
-        """(state, stream, hyper, num_steps=...) to (state, metrics), compiled as training runs it."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+        """(state, stream, hyper, num_steps=...) to (state, metrics), as training compiles it."""
+        in_place = shardings_of(self.abstract_state())
         return jax.jit(
             functools.partial(steps.train_steps, program=self.program),
             static_argnames="num_steps",
             donate_argnames="state",
-            out_shardings=(shardings, partitioning.replicated(self.mesh)),
+            out_shardings=(in_place, partitioning.replicated(self.mesh)),
         )
 
 
 def make_run(config: config_dict.ConfigDict, mesh: Any = None, task: Any = None) -> Run:
     """Reads every section of a config; what does not fit is an error before any compute."""
-    for name in config:
-        if name not in SECTIONS:
-            raise errors.UsageError(f"config.{name} is read by nothing; remove it")
-    mesh = mesh or partitioning.make_mesh(**config.mesh)
-    data_options = {k: v for k, v in config.data.items() if k != "drop_state_probability"}
+    check_keys("config", config, known=SECTIONS, required=set(SECTIONS) - {"log_every"})
+    mesh = mesh or make(partitioning.make_mesh, "mesh", **config.mesh)
+    optimizer = dict(config.optimizer)
+    learning_rate, l2_penalty, groups, reduce = pop_step_options(optimizer)
+    optimizer = make(optim.make_optimizer, "optimizer", **optimizer)
+    rules = make(schedule.Rules, "schedule", **config.schedule, **averaging_rules(config.averaging))
+    average = averaging.make_averaging(config.averaging.kind)
+    evaluation = make(evaluate.Settings, "evaluation", **config.evaluation)
+    if config.get("log_every", 1) < 1:
+        raise errors.UsageError(f"log_every {config.log_every} must be at least 1 step")
+    # A vocabulary of three shows what is wrong with the model before a corpus is read.
+    copies = config.data.name == "reverse_copy"
+    trial = models.make_model(3, encoder_decoder=copies, **config.model)
+    jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
+    make_dropout(trial, **config.dropout)
+    partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
+
     stream_key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    data_options = dict(config.data)
+    drop_state = data_options.pop("drop_state_probability", 0.0)
+    check_probability("data.drop_state_probability", drop_state)
     task = task or tasks.make_task(stream_key, mesh, **data_options)
     model = models.make_model(
         len(task.vocabulary), encoder_decoder=task.encoder_decoder, **config.model
     )
-    optimizer = dict(config.optimizer)
-    learning_rate, l2_penalty = optimizer.pop("learning_rate"), optimizer.pop("l2_penalty")
-    groups = optimizer.pop("accumulate", 1)
-    reduce = optimizer.pop("accumulate_reduce", "mean")
+    partitioning.check_hidden_size(mesh, model.hidden_size)
+    hyper = steps.Hyperparameters(
+        learning_rate, l2_penalty, drop_state, make_dropout(model, **config.dropout)
+    )
+    program = steps.Program(model, optimizer, average, task.batch_at, groups, reduce)
+    return Run(config, mesh, task, model, program, hyper, rules, evaluation)
+
+
+def make(function: Callable[..., Made], section: str, **options: Any) -> Made:
+    """Calls a constructor with a config section; a key that it lacks is named."""
+    parameters = inspect.signature(function).parameters
+    required = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    check_keys(f"config.{section}", options, known=parameters, required=required)
+    return function(**options)
+
+
+def check_keys(
+    section: str, given: Iterable[str], known: Iterable[str], required: Set[str]
+) -> None:
+    """Refuses keys that nothing reads, and asks for those that are needed."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known) or known
+            raise errors.UsageError(
+                f"{section}.{name} is read by nothing; did you mean {' or '.join(near)}?"
+            )
+    missing = required - set(given)
+    if missing:
+        raise errors.UsageError(f"{section} lacks {', '.join(sorted(missing))}; add it")
+
+
+def pop_step_options(optimizer: dict[str, Any]) -> tuple[float, float, int, str]:
+    """Takes out of `config.optimizer` what the train step reads: rate, L2, groups and reduction."""
+    required = {"learning_rate", "l2_penalty"}
+    check_keys("config.optimizer", required & optimizer.keys(), required, required)
+    rates = {name: optimizer.pop(name) for name in ("learning_rate", "l2_penalty")}
+    for name, value in rates.items():
+        if not 0 <= value < math.inf:
+            raise errors.UsageError(f"optimizer.{name} {value} must be 0 or more, and finite")
+    groups, reduce = optimizer.pop("accumulate", 1), optimizer.pop("accumulate_reduce", "mean")
     if groups < 1 or reduce not in ("sum", "mean"):
         raise errors.UsageError(
             f"optimizer.accumulate {groups} with accumulate_reduce {reduce!r} cannot be: give a "
             "number of groups of 1 or more, and 'sum' or 'mean'"
         )
-    partitioning.check_fits(
-        mesh,
-        batch_size=config.data.batch_size,
-        groups=groups,
-        hidden_size=model.hidden_size,
-    )
-    average = dict(config.averaging)
-    kind = average.pop("kind")
-    triggers = (average.pop("trigger_turns", None), average.pop("trigger_at_the_latest", None))
-    reject_unread("averaging", average)
-    if kind != "triggered":
-        triggers = (None, None)
-    program = steps.Program(
-        model,
-        make(optim.make_optimizer, "optimizer", **optimizer),
-        averaging.make_averaging(kind),
-        task.batch_at,
-        groups,
-        reduce,
-    )
-    hyper = steps.Hyperparameters(
-        learning_rate=learning_rate,
-        l2_penalty=l2_penalty,
-        drop_state_probability=config.data.get("drop_state_probability", 0.0),
-        dropout=make_dropout(model, **config.dropout),
-    )
-    rules = make(
-        schedule.Rules,
-        "schedule",
-        **config.schedule,
-        averaging_turns=triggers[0],
-        averaging_at_the_latest=triggers[1],
-    )
-    return Run(config, mesh, task, model, program, hyper, rules)
+    return *rates.values(), groups, reduce
 
 
-def make(function, section: str, **options):
-    """Calls a constructor with a config section; a key that it lacks is named."""
-    try:
-        return function(**options)
-    except TypeError as error:
-        raise errors.UsageError(f"config.{section}: {error}; remove or correct it") from error
+def averaging_rules(section: config_dict.ConfigDict) -> dict[str, int | None]:
+    """The triggers of `config.averaging`, as `schedule.Rules` names them."""
+    known = ("kind", "trigger_turns", "trigger_at_the_latest")
+    check_keys("config.averaging", section, known=known, required={"kind"})
+    if section.kind != "triggered":
+        return {}
+    return {
+        "averaging_turns": section.get("trigger_turns"),
+        "averaging_at_the_latest": section.get("trigger_at_the_latest"),
+    }
 
 
-def reject_unread(section: str, left: dict[str, Any]) -> None:
-    """Whatever is left of a section was misspelt."""
-    if left:
-        raise errors.UsageError(f"config.{section} has {', '.join(left)}, read by nothing")
+def check_probability(name: str, value: float | None) -> None:
+    """Refuses what is not a probability of dropping."""
+    if value is not None and not 0 <= value < 1:
+        raise errors.UsageError(
+            f"{name} {value} is not a probability of dropping: give 0 <= rate < 1"
+        )
 
 
 def make_dropout(model: Any, **rates: float | None) -> models.Dropout:
     """The rates of `config.dropout`; a rate of zero takes the operation away."""
-    unknown = rates.keys() - set(models.Dropout._fields)
-    reject_unread("dropout", dict.fromkeys(unknown))
+    check_keys("config.dropout", rates, known=models.Dropout._fields, required=set())
     for name, rate in rates.items():
-        if rate is not None and not 0 <= rate < 1:
-            raise errors.UsageError(
-                f"dropout.{name} {rate} is not a probability of dropping: give 0 <= rate < 1"
-            )
+        check_probability(f"dropout.{name}", rate)
     projects = getattr(model, "mixture_components", 0) or model.embedding_size != model.hidden_size
     if rates.get("downprojected") is None:
         rates["downprojected"] = rates.get("output")
@@ -172,29 +204,50 @@ def make_dropout(model: Any, **rates: float | None) -> models.Dropout:
 
 def train_and_evaluate(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
-    workdirs.check_config(workdir, config, ignore=FREE_SECTIONS)
+    workdirs.check_config(workdir, config, ignore=FREE_KEYS)
     run = make_run(config)
     with checkpoints.Checkpoints(workdir) as saved:
         workdirs.write_run_files(workdir, config, run.task.vocabulary.to_json())
         state, done = restore_or_init(run, saved)
-        logging.info("\n%s", describe(run, state, workdir))
-        done = Loop(run, workdir, saved).train(state, done)
-        results = final_scores(run, saved, done)
+        logging.info("\n%s", summaries.describe_run(run, state, workdir))
+        loop = Loop(run, workdir, saved)
+        results = loop.score_best(loop.train(state, done))
     if jax.process_index() == 0:
         workdirs.write_json(workdir, "results.json", results)
-        plots.learning_curve(workdir, unit=run.task.score_unit)
+        draw_learning_curve(run, workdir)
+        logging.info("\n%s", summaries.describe_results(results, run.task.score_unit, workdir))
     return results
 
 
-def restore_or_init(run: Run, saved: checkpoints.Checkpoints):
+def restore_or_init(
+    run: Run, saved: checkpoints.Checkpoints
+) -> tuple[steps.TrainState, schedule.Progress]:
     """The newest good state of the workdir with its progress, or a fresh one."""
     abstract = run.abstract_state()
     restored = saved.restore(abstract)
     if restored is not None:
         logging.info("resuming at step %d", restored.step)
         return restored.state, schedule.Progress.from_dict(restored.info["progress"])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(run.init_state, out_shardings=shardings)(), schedule.Progress()
+    return jax.jit(run.init_state, out_shardings=shardings_of(abstract))(), schedule.Progress()
+
+
+def shardings_of(tree: Any) -> Any:
+    """The sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def draw_learning_curve(run: Run, workdir: str) -> None:
+    """Leaves a picture, if there is anything to draw it with."""
+    try:
+        plots.learning_curve(workdir, unit=run.task.score_unit)
+    except ImportError:
+        logging.info("no learning_curve.png: matplotlib is not installed")
+
+
+def is_averaged(average: Any) -> bool:
+    """Whether any running mean has weights in it."""
+    paths = jax.tree_util.tree_leaves_with_path(average)
+    return any(int(leaf) > 0 for path, leaf in paths if getattr(path[-1], "name", "") == "n")
 
 
 class Loop:
@@ -202,58 +255,84 @@ class Loop:
 
     def __init__(self, run: Run, workdir: str, saved: checkpoints.Checkpoints):
         self.run, self.workdir, self.saved = run, workdir, saved
-        config = run.config
-        self._log_every = config.get("log_every", 20)
-        if self._log_every < 1:
-            raise errors.UsageError(f"log_every {self._log_every} must be at least 1 step")
+        self._log_every = run.config.get("log_every", 20)
         self._steps = run.jit_steps()
         average = run.program.average
+        # An average that changed its place would have the train step compiled again.
+        in_place = shardings_of(run.abstract_state().average)
         self._candidates = jax.jit(average.candidates)
-        self._after_evaluation = jax.jit(average.after_evaluation)
-        self._start_averaging = jax.jit(average.start)
-        groups = run.program.accumulate
-        self._evaluate = make(
-            functools.partial(
-                evaluate.TurnEvaluation,
-                run.model,
-                run.task,
-                batch_size=run.batch_size // groups,
-                window=config.data.window,
-            ),
-            "evaluation",
-            **config.evaluation,
+        self._value = jax.jit(average.value)
+        self._after_evaluation = jax.jit(average.after_evaluation, out_shardings=in_place)
+        self._start_averaging = jax.jit(average.start, out_shardings=in_place)
+        self._norm = jax.jit(optax.tree.norm)
+        self._evaluate = evaluate.TurnEvaluation(
+            run.model,
+            run.task,
+            run.evaluation,
+            batch_size=run.batch_size // run.program.accumulate,
+            window=run.config.data.window,
         )
 
     def train(self, state: steps.TrainState, done: schedule.Progress) -> schedule.Progress:
         """Turn after turn, until a rule says stop."""
         rules = self.run.rules
-        config = self.run.config
         first = int(state.step)
         fresh = first == 0 and not done.history
-        total = rules.turns * rules.steps_per_turn
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(signals.StopRequests())
+            self._stop = stack.enter_context(signals.StopRequests())
             self._writer = stack.enter_context(
                 metrics.MetricWriter(self.workdir, None if fresh else first)
             )
             self._bar = stack.enter_context(
                 progress.Progress(
-                    total,
-                    config.data.batch_size * config.data.window,
+                    rules.turns * rules.steps_per_turn,
+                    self.run.tokens_per_step,
                     first_step=first,
                     unit=self.run.task.score_unit,
                 )
             )
-            while True:
-                step = int(state.step)
-                if len(done.history) * rules.steps_per_turn <= step:
-                    state, done, decision = self.evaluate_turn(state, done)
-                    if decision.stop:
-                        logging.info("stopping: %s", decision.stop.message)
-                        return self.finish(decision, done)
-                state = self.train_turn(state, done, stop)
+            # Asked of what is saved, so that a run that had come to its end stays there.
+            while not (done.history and (reason := schedule.should_stop(done, rules))):
+                if self._stop.requested():
+                    raise self.interrupted(state, done)
+                if int(state.step) >= self.end_of_turn(done):
+                    state, done = self.evaluate_turn(state, done)
+                else:
+                    state = self.train_some(state, done)
+        logging.info("stopping: %s", reason.message)
+        return done
 
-    def evaluate_turn(self, state, done):
+    def end_of_turn(self, done: schedule.Progress) -> int:
+        """The step at which the next evaluation is due."""
+        return len(done.history) * self.run.rules.steps_per_turn
+
+    def train_some(self, state, done) -> steps.TrainState:
+        """One dispatch: `log_every` steps, or those that are left of the turn."""
+        step = int(state.step)
+        count = min(self._log_every, self.end_of_turn(done) - step)
+        rate = self.run.hyper.learning_rate * done.learning_rate_factor
+        hyper = self.run.hyper._replace(learning_rate=rate)
+        started = time.perf_counter()
+        state, found = self._steps(state, self.run.task.stream, hyper, num_steps=count)
+        losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
+        seconds = time.perf_counter() - started
+        loss = losses.mean(dtype=np.float64)
+        self._writer.write(
+            step + count,
+            "train",
+            loss_nats=loss,
+            grad_norm=norms.mean(dtype=np.float64),
+            learning_rate=rate,
+        )
+        finite = np.isfinite(losses) & np.isfinite(norms)
+        if not finite.all():
+            raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
+        self._bar.update(step + count, loss)
+        speed = count * self.run.tokens_per_step / seconds
+        self._writer.write_speed(step + count, tokens_per_second=speed)
+        return state
+
+    def evaluate_turn(self, state, done) -> tuple[steps.TrainState, schedule.Progress]:
         """Evaluates, decides, saves."""
         step, turn = int(state.step), len(done.history)
         with self._bar.paused():
@@ -267,144 +346,70 @@ class Loop:
             "eval",
             turn=turn,
             **best._asdict(),
-            averaged=bool(averaged(state.average)),
+            averaged=is_averaged(state.average),
             best=decision.improved,
         )
+        if not math.isfinite(best.valid_nats):
+            raise self.diverged(f"the validation cross-entropy of turn {turn}")
         logging.info("%s", self.turn_line(turn, best, decision))
         average = self._after_evaluation(state.average, *xes)
         if decision.start_averaging:
             average = self._start_averaging(average)
         state = state.replace(average=average)
-        if not math.isnan(best.valid_nats):
-            info = {"progress": done.to_dict(), "temperature": best.temperature}
-            self.saved.save(step, state, info=info, best=decision.improved)
-        return state, done, decision
+        self.save(state, done, best=decision.improved, temperature=best.temperature)
+        return state, done
 
-    def train_turn(self, state, done, stop):
-        """The steps of a turn, in dispatches of `log_every`; stops in order when asked to."""
-        rules, hyper = self.run.rules, self.run.hyper
-        rate = hyper.learning_rate * done.learning_rate_factor
-        hyper = hyper._replace(learning_rate=rate)
-        end = len(done.history) * rules.steps_per_turn
+    def save(self, state, done, *, best: bool, **info: Any) -> None:
+        """Saves in the background, but nothing that is broken."""
+        if not np.isfinite(self._norm(state.params)):
+            raise self.diverged("a weight")
+        info["progress"] = done.to_dict()
+        self.saved.save(int(state.step), state, info=info, best=best)
+
+    def score_best(self, done: schedule.Progress) -> dict[str, Any]:
+        """Validation and test scores of the best weights, at the temperature of their turn."""
+        best = self.saved.restore(self.run.abstract_state(), which="best")
+        assert best is not None, "every run saves its first evaluation"
+        weights = self._value(best.state.average, best.state.params)
+        temperature = best.info["temperature"]
+        results = {"best_turn": done.best_turn, "step": best.step, "temperature": temperature}
+        unit = self.run.task.score_unit
+        for split in ("valid", "test"):
+            nats = self._evaluate.score(split, weights, temperature)
+            score = metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
+            results |= {f"{split}_nats": nats, f"{split}_{unit}": score}
+        return results
+
+    def interrupted(self, state, done) -> errors.Interrupted:
+        """Saves what the last evaluation has not saved already."""
         step = int(state.step)
-        while step < end:
-            if stop.requested():
-                self.saved.save(step, state, info={"progress": done.to_dict()}, best=False)
-                self.saved.wait()
-                raise errors.Interrupted(
-                    f"stopped at step {step}, saved in {self.workdir}; the same command goes on"
-                )
-            count = min(self._log_every, end - step)
-            started = time.perf_counter()
-            state, found = self._steps(state, self.run.task.stream, hyper, num_steps=count)
-            losses = np.asarray(found["loss_nats"])
-            if not np.isfinite(losses).all():
-                raise self.diverged(step + int(np.argmin(np.isfinite(losses))) + 1)
-            step += count
-            self._writer.write(
-                step,
-                "train",
-                loss_nats=losses.mean(dtype=np.float64),
-                grad_norm=np.asarray(found["grad_norm"]).mean(dtype=np.float64),
-                learning_rate=rate,
-            )
-            self._bar.update(step, float(losses.mean()))
-            seconds = time.perf_counter() - started
-            tokens = count * self.run.batch_size * self.run.config.data.window
-            self._writer.write_speed(step, tokens_per_second=tokens / seconds)
-        return state
-
-    def diverged(self, step: int) -> errors.Diverged:
-        """What to say when a loss is not finite."""
         self.saved.wait()
-        return errors.Diverged(
-            f"the loss is not finite at step {step}; the last good checkpoint is that of step "
-            f"{self.saved.latest_step} in {self.workdir}. Try a lower optimizer.learning_rate "
-            f"(now {self.run.hyper.learning_rate:g}) or optimizer.clip_norm"
+        if self.saved.latest_step != step:
+            self.save(state, done, best=False)
+            self.saved.wait()
+        return errors.Interrupted(
+            f"stopped at step {step}, saved in {self.workdir}; the same command goes on"
         )
 
-    def finish(self, decision, done):
-        """NaN is a failure, anything else the end of the run."""
+    def diverged(self, what: str) -> errors.Diverged:
+        """What to say when a number is not finite."""
         self.saved.wait()
-        if decision.stop.kind == "nan":
-            raise errors.Diverged(
-                f"{decision.stop.message}; the last good checkpoint is that of step "
-                f"{self.saved.latest_step} in {self.workdir}. Try a lower optimizer.learning_rate"
-            )
-        return done
+        good = self.saved.latest_step
+        kept = f"the last good checkpoint is that of step {good}" if good is not None else "none"
+        rate, clip = (self.run.config.optimizer.get(k) for k in ("learning_rate", "clip_norm"))
+        return errors.Diverged(
+            f"{what} is not finite; {kept} in {self.workdir}. Try, in another workdir, a lower "
+            f"optimizer.learning_rate (now {rate:g}) or optimizer.clip_norm (now {clip})"
+        )
 
     def turn_line(self, turn, scores, decision) -> str:
         """One line for people."""
         unit = self.run.task.score_unit
         marks = " *" if decision.improved else ""
         marks += ", averaging starts" if decision.start_averaging else ""
+        marks += ", learning rate drops" if decision.drop_learning_rate else ""
         return (
             f"turn {turn}/{self.run.rules.turns}: valid {metrics.show(scores.valid_nats, unit)}, "
             f"train {metrics.show(scores.train_nats, unit)}, "
             f"temperature {scores.temperature:.2f}{marks}"
         )
-
-
-def averaged(state: Any) -> bool:
-    """Whether an average has anything in it."""
-    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if is_count(path)]
-    return any(int(count) > 0 for count in counts)
-
-
-def is_count(path) -> bool:
-    """Whether a leaf is the number of weights in a running mean."""
-    return getattr(path[-1], "name", "") == "n"
-
-
-def final_scores(run: Run, saved: checkpoints.Checkpoints, done: schedule.Progress) -> dict:
-    """Validation and test scores of the best weights, at the temperature of their turn."""
-    abstract = run.abstract_state()
-    best = saved.restore(abstract, which="best")
-    weights = run.program.average.value(best.state.average, best.state.params)
-    temperature = best.info["temperature"]
-    config = run.config
-    results = {"best_turn": done.best_turn, "step": best.step, "temperature": temperature}
-    batch_size = run.batch_size // run.program.accumulate
-    for split in ("valid", "test"):
-        stripes = evaluate.num_stripes(
-            run.task, split, batch_size, config.evaluation.lines_per_stripe
-        )
-        score = evaluate.Evaluation(run.model, run.task.plan(split, stripes))
-        results[f"{split}_nats"] = score(weights, temperature, title=split).mean()
-    return results
-
-
-def describe(run: Run, state: steps.TrainState, workdir: str) -> str:
-    """The table before the first step: sizes, parameters, memory, mesh, data."""
-    model, rules = run.model, run.rules
-    parts = models.count_parameters(model)
-    options = dict(model.cell_options)
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params))
-    whole = sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((state.params, state.opt_state, state.average, state.carry))
-    )
-    config = run.config
-    sections = {
-        "model": [
-            ("cell", model.cell),
-            ("layers x hidden", f"{model.num_layers} x {model.hidden_size}"),
-            ("embedding", model.embedding_size),
-            ("rounds, rank", f"{options.get('rounds', 0)}, {options.get('rank', 0)}"),
-            ("parameters", sum(parts.values())),
-            *((f"  {name}", count) for name, count in parts.items()),
-        ],
-        "data": [
-            *run.task.summary,
-            ("batch x window", f"{run.batch_size} x {config.data.window}"),
-        ],
-        "run": [
-            ("steps", f"{rules.turns} turns x {rules.steps_per_turn}"),
-            ("memory of the weights", f"{total / 2**20:,.1f} MiB"),
-            ("memory of the state", f"{whole / 2**20:,.1f} MiB"),
-            ("mesh", ", ".join(f"{k} {v}" for k, v in run.mesh.shape.items())),
-            ("devices", f"{jax.device_count()} {jax.devices()[0].device_kind}"),
-            ("workdir", workdir),
-        ],
-    }
-    return progress.table(sections)
