@@ -269,7 +269,7 @@ def roll_call(place: Place, timeout: float) -> None:
 
 def _call(place: Place, port: int, end: float, timeout: float) -> None:
     """Process 0: notes who comes, and tells all of them the outcome."""
-    arrived: dict[int, socket.socket] = {}
+    arrived: set[int] = set()
     expected = set(range(1, place.num_processes))  # type: ignore[arg-type]
     try:
         server = socket.create_server(("", port), backlog=128)
@@ -278,16 +278,19 @@ def _call(place: Place, port: int, end: float, timeout: float) -> None:
             f"port {port} of this host is taken ({error.strerror}); give --coordinator another one"
         ) from error
     problem = ""
-    with server:
-        while not problem and arrived.keys() != expected:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(server)
+        connections = []
+        while not problem and arrived != expected:
             server.settimeout(max(0.01, end - time.monotonic()))
             try:
-                connection, _ = server.accept()
+                connection = stack.enter_context(server.accept()[0])
                 connection.settimeout(5.0)
-                process, count = json.loads(connection.makefile().readline() or "[-1, 0]")
+                with connection.makefile() as lines:
+                    process, count = json.loads(lines.readline())
             except TimeoutError:
                 if time.monotonic() >= end:
-                    missing = sorted(expected - arrived.keys())
+                    missing = sorted(expected - arrived)
                     problem = f"{_name(missing)} did not come within {timeout:g} s"
                 continue
             except (OSError, ValueError):
@@ -296,11 +299,11 @@ def _call(place: Place, port: int, end: float, timeout: float) -> None:
                 problem = f"process {process} counts {count} processes, not {place.num_processes}"
             elif process in arrived:
                 problem = f"two processes say that they are process {process}"
-            arrived[process] = connection
-    for connection in arrived.values():
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{problem}\n".encode())
-            connection.close()
+            arrived.add(process)
+            connections.append(connection)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{problem}\n".encode())
     if problem:
         raise PeerLost(_not_all(problem, place))
 
@@ -314,7 +317,8 @@ def _answer(place: Place, end: float, timeout: float) -> None:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0) as connection:
                 connection.sendall(f"[{place.process_id}, {place.num_processes}]\n".encode())
                 connection.settimeout(max(1.0, end + 5 - time.monotonic()))
-                heard = connection.makefile().readline()
+                with connection.makefile() as lines:
+                    heard = lines.readline()
             if heard.endswith("\n"):
                 if heard.strip():
                     raise PeerLost(_not_all(heard.strip(), place))

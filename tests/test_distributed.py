@@ -1,0 +1,262 @@
+"""Many processes as one run. The slow tests start real ones, with gloo between them."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from mogrifier_jax import distributed, errors, launch, metrics
+
+ROOT = pathlib.Path(__file__).parents[1]
+PEER_TIMEOUT = 10
+STEPS = 200
+FLAGS = (
+    "--config=experiments/pydoc.py:lstm,tiny",
+    "--config.data.window=4",
+    "--config.model.num_layers=1",
+    "--config.model.hidden_size=8",
+    # Small enough that rounding, which differs from mesh to mesh, does not grow.
+    "--config.optimizer.learning_rate=1e-4",
+    "--config.schedule.turns=1",
+    f"--config.schedule.steps_per_turn={STEPS}",
+    "--config.log_every=4",
+    "--config.evaluation.softmax_temperature=1.0",
+    f"--peer_timeout={PEER_TIMEOUT}",
+)
+
+
+def place_of(environment, **arguments):
+    return distributed.find_place(**arguments, environment=environment)
+
+
+def test_alone_unless_told_otherwise():
+    assert place_of({"JAX_PLATFORMS": "cpu"}) is None
+    assert place_of({"JAX_PLATFORMS": "cpu", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert place_of({"TPU_WORKER_HOSTNAMES": "a,b"}, num_processes=1) is None
+
+
+def test_place_from_arguments_beats_the_environment():
+    slurm = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
+    place = place_of(slurm, coordinator="10.0.0.2:1234", num_processes=2, process_id=1)
+    assert place == ("10.0.0.2:1234", 2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a:1", None, None), "belong together: give all three"),
+        (("a", 2, 0), "'a' is not host:port"),
+        (("a:1", 2, 2), "counted from 0 to 1"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message):
+    with pytest.raises(errors.UsageError, match=message):
+        distributed.find_place(*arguments, environment={})
+
+
+def test_place_in_an_indexed_job():
+    job = {"JAX_COORDINATOR_ADDRESS": "run-0.run:1234", "JAX_NUM_PROCESSES": "8"}
+    assert place_of(job | {"JOB_COMPLETION_INDEX": "5"}) == ("run-0.run:1234", 8, 5, None)
+    assert place_of(job | {"JAX_PROCESS_ID": "0"}) == ("run-0.run:1234", 8, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[017-020,031]", "gpu017"), ("n1,n2", "n1"), ("host-a[3,5]", "host-a3"), ("one", "one")],
+)
+def test_place_in_slurm(nodes, first):
+    job = {
+        "SLURM_JOB_ID": "4097",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_NTASKS": "16",
+        "SLURM_NNODES": "4",
+        "SLURM_PROCID": "6",
+        "SLURM_LOCALID": "2",
+    }
+    assert place_of(job) == (f"{first}:61441", 16, 6, (2,))
+    # One task has a node to itself: it takes all devices of it.
+    assert place_of(job | {"SLURM_NNODES": "16"}) == (f"{first}:61441", 16, 6, None)
+
+
+def test_a_tpu_pod_asks_its_own_environment():
+    assert place_of({"TPU_WORKER_HOSTNAMES": "a,b"}) == (None, None, None, None)
+
+
+def call_roll(*numbers, count, timeout=1.0):
+    """What each of these processes hears, as threads of this one."""
+    address = f"127.0.0.1:{launch._free_port()}"
+    heard = {}
+
+    def call(thread, number):
+        try:
+            distributed.roll_call(distributed.Place(address, count, number), timeout)
+            heard[thread] = "all here"
+        except distributed.PeerLost as error:
+            heard[thread] = str(error)
+
+    threads = [threading.Thread(target=call, args=pair) for pair in enumerate(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [heard[thread] for thread in range(len(numbers))]
+
+
+def test_roll_call():
+    assert call_roll(2, 1, 0, count=3, timeout=20.0) == ["all here"] * 3
+
+
+def test_roll_call_names_who_is_missing():
+    for message in call_roll(0, 2, count=5):
+        assert "processes 1, 3, 4 did not come within 1 s" in message
+    (message,) = call_roll(1, count=2, timeout=0.1)
+    assert "process 0 did not answer" in message
+
+
+def test_roll_call_notices_a_number_given_twice():
+    for message in call_roll(0, 1, 1, count=3, timeout=20.0):
+        assert "two processes say that they are process 1" in message
+
+
+def environment():
+    return os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def start(processes, workdir, *flags, restarts=0):
+    command = [
+        *(sys.executable, "-m", "mogrifier_jax.launch", f"--processes={processes}"),
+        *(f"--restarts={restarts}", "--wait=0", "--grace=60"),
+        *("--", *FLAGS, f"--workdir={workdir}", *flags),
+    ]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
+def finish(launcher):
+    """Exit code and what was said."""
+    _, said = launcher.communicate(timeout=400)
+    return launcher.returncode, said
+
+
+def wait_for_step(launcher, workdir, step):
+    while launcher.poll() is None:
+        records = metrics.read_metrics(workdir) if workdir.exists() else []
+        if records and records[-1]["step"] >= step:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"ended before step {step}: {finish(launcher)}")
+
+
+def pid_of(launcher, process):
+    """The pid of one of the launched processes."""
+    children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    for pid in map(int, children.split()):
+        if f"--process_id={process}" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise LookupError(process)
+
+
+def losses(workdir):
+    records = metrics.read_metrics(workdir)
+    trained = [(r["step"], r["loss_nats"]) for r in records if r["kind"] == "train"]
+    evaluated = [(r["step"], r["valid_nats"]) for r in records if r["kind"] == "eval"]
+    return np.array(trained + evaluated)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Losses of one process that nothing happened to."""
+    workdir = tmp_path_factory.mktemp("unbroken")
+    code, said = finish(start(1, workdir))
+    assert code == 0, said
+    found = losses(workdir)
+    assert found.shape == (STEPS // 4 + 2, 2)
+    # Steps are told apart by far more than what is allowed between meshes.
+    assert np.abs(np.diff(found[: STEPS // 4, 1])).min() > 1e-5
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(unbroken, tmp_path):
+    code, said = finish(start(2, tmp_path))
+    assert code == 0, said
+    np.testing.assert_allclose(losses(tmp_path), unbroken, rtol=2e-6)
+    assert len(said.split("── model ──")) == 2  # Said once.
+    assert json.loads((tmp_path / "results.json").read_text())["step"] in (0, STEPS)
+
+
+@pytest.mark.slow
+def test_four_processes_stop_together_and_one_goes_on(unbroken, tmp_path):
+    launcher = start(4, tmp_path)
+    wait_for_step(launcher, tmp_path, 8)
+    os.kill(pid_of(launcher, 2), signal.SIGTERM)
+    code, said = finish(launcher)
+    assert code == errors.Interrupted.exit_code, said
+    stopped = set(re.findall(r"Interrupted: stopped at step (\d+)", said))
+    assert len(stopped) == 1 and 8 <= int(*stopped) < STEPS, said
+    code, said = finish(start(1, tmp_path))
+    assert code == 0 and f"resuming at step {int(*stopped)}" in said, said
+    np.testing.assert_allclose(losses(tmp_path), unbroken, rtol=2e-6)
+
+
+@pytest.mark.slow
+def test_a_killed_process_stops_the_others_and_all_start_again(unbroken, tmp_path):
+    launcher = start(1, tmp_path)
+    wait_for_step(launcher, tmp_path, 8)
+    launcher.terminate()
+    code, said = finish(launcher)
+    assert code == errors.Interrupted.exit_code, said
+    begun = int(*re.findall(r"Interrupted: stopped at step (\d+)", said))
+    launcher = start(4, tmp_path, restarts=1)
+    wait_for_step(launcher, tmp_path, begun + 8)
+    os.kill(pid_of(launcher, 3), signal.SIGKILL)
+    killed = time.monotonic()
+    said = ""
+    for line in launcher.stderr:
+        said += line
+        if "starting again" in line:
+            break
+    seconds = time.monotonic() - killed
+    assert seconds < PEER_TIMEOUT + 20, said
+    assert "PeerLost: process 3 was not heard of for" in said
+    assert "process 3" in said and "was ended by SIGKILL" in said
+    code, rest = finish(launcher)
+    assert code == 0 and f"resuming at step {begun}" in rest, said + rest
+    np.testing.assert_allclose(losses(tmp_path), unbroken, rtol=2e-6)
+
+
+BARRIER = """
+import sys, time
+from mogrifier_jax import distributed
+place = distributed.Place(sys.argv[1], 2, int(sys.argv[2]))
+with distributed.session(place, peer_timeout=10.0):
+    distributed.barrier("first")
+    if place.process_id == 0:
+        distributed.barrier("second", timeout=0.5)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_barrier_names_who_is_missing():
+    address = f"127.0.0.1:{launch._free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BARRIER, address, str(number)],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=100)[1] for process in processes]
+    assert "PeerLost: process 1 did not reach 'second' within 0.5 s" in said[0]
+    assert processes[0].returncode == errors.Interrupted.exit_code
+    assert processes[1].returncode != 0  # It does not stay behind.

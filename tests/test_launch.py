@@ -1,0 +1,64 @@
+import signal
+
+import pytest
+
+from mogrifier_jax import errors, launch
+
+RESTART = errors.Interrupted.exit_code
+
+
+@pytest.mark.parametrize(
+    ("codes", "combined"),
+    [
+        ((0, 0), 0),
+        ((RESTART, RESTART), RESTART),
+        ((-signal.SIGKILL, RESTART), RESTART),  # One was killed, the other noticed.
+        ((-signal.SIGABRT, -signal.SIGKILL), RESTART),  # The coordinator was killed.
+        ((0, RESTART), RESTART),
+        ((RESTART, 2), 2),  # A mistake would only be repeated.
+        ((3, 3), 3),
+        ((-signal.SIGTERM, 1), 1),
+    ],
+)
+def test_one_exit_code_for_all(codes, combined):
+    assert launch.combine(codes) == combined
+
+
+class FakeLauncher(launch.Launcher):
+    """Ends with the given codes, one for each start."""
+
+    codes: list
+    seen: list
+
+    def run(self, flags):
+        FakeLauncher.seen.append(list(flags))
+        return FakeLauncher.codes.pop(0)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(launch, "Launcher", FakeLauncher)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def run(codes, *arguments):
+        FakeLauncher.codes, FakeLauncher.seen = list(codes), []
+        return launch.main([*arguments, "--wait=0", "--", "--mode=x"]), len(FakeLauncher.seen)
+
+    return run
+
+
+def test_restarts_what_was_interrupted_and_nothing_else(fake):
+    assert fake([RESTART, RESTART, 0]) == (0, 3)
+    assert fake([RESTART, 2, 0]) == (2, 2)
+    assert fake([0, RESTART]) == (0, 1)
+    assert fake([RESTART] * 5, "--restarts=2") == (RESTART, 3)
+    assert FakeLauncher.seen[0] == ["--mode=x"]
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_all_processes_with_its_own_code(capfd):
+    launcher = launch.Launcher(2, 1, grace=60.0)
+    assert launcher.run(["--mode=nonsense"]) == errors.UsageError.exit_code
+    said = capfd.readouterr().err
+    assert said.count("UsageError: --mode=nonsense is not known") == 2
+    assert "process 0 (pid" in said and "ended with code 2" in said
