@@ -45,10 +45,7 @@ class Cell(nn.RNNCellBase):
     def __post_init__(self):
         super().__post_init__()
         check(self.hidden_size >= 1, f"hidden_size {self.hidden_size} must be at least 1")
-        check(
-            self.rounds >= 0,
-            f"rounds {self.rounds} must be 0 (no gating) or more; the paper's best are 5 and 6",
-        )
+        check_rounds(self.rounds)
 
     @property
     def num_feature_axes(self) -> int:
@@ -63,7 +60,7 @@ class Cell(nn.RNNCellBase):
 
     def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, x [..., D]) to (carry, h [..., H])."""
-        self.check_carry(carry, x)
+        self.check_carry(carry, x.shape)
         weights = recurrence.Taps(self.weights(x.shape[-1]), self.dtype).cast
         carry, _ = self.cell(weights, carry, x.astype(self.dtype), **extras)
         return carry, carry.h
@@ -75,6 +72,7 @@ class Cell(nn.RNNCellBase):
 
     def shared_weights(self, input_size: int) -> dict[str, Any]:
         """The parameters that every cell may have."""
+        self.check_input_size(input_size)
         params = {"gates": self.param("gates", self.init_gates, input_size)}
         if self.scaling:
             params["scaling"] = self.param("scaling", self.init_scaling, input_size)
@@ -94,9 +92,10 @@ class Cell(nn.RNNCellBase):
         """Each block of rows has the fan of its own input; biases are random, as in lamb."""
         keys = jax.random.split(key, 3)
         hidden, gates = self.hidden_size, self.num_gates
-        draw = lambda key, fan, shape: truncated_normal(fan, self.init_factor)(
-            key, shape, self.param_dtype
-        )
+
+        def draw(key, fan, shape):
+            return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
+
         return {
             "input": draw(keys[0], input_size, (input_size, gates, hidden)),
             "recurrent": draw(keys[1], hidden, (hidden, gates, hidden)),
@@ -116,18 +115,36 @@ class Cell(nn.RNNCellBase):
         sizes = (self.hidden_size, input_size) if index % 2 else (input_size, self.hidden_size)
         return init_map(key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype)
 
-    def check_carry(self, carry: Any, x: jax.Array) -> None:
-        """A carry of another cell or batch is an error here, not a shape puzzle later."""
-        expected = jax.eval_shape(lambda: self.initialize_carry(jax.random.key(0), x.shape))
-        same = jax.tree.structure(carry) == jax.tree.structure(expected) and all(
-            a.shape == b.shape for a, b in zip(jax.tree.leaves(carry), jax.tree.leaves(expected))
-        )
-        shapes = jax.tree.map(lambda a: tuple(a.shape), carry)
-        wanted = jax.tree.map(lambda a: tuple(a.shape), expected)
+    def check_carry(self, carry: Any, input_shape: tuple[int, ...]) -> None:
+        """A carry of another cell, batch or dtype is an error here, not a puzzle later."""
         check(
-            same,
-            f"carry {shapes} does not fit an input of shape {tuple(x.shape)}: this cell needs "
-            f"{wanted}; make one with cell.initialize_carry(key, x.shape)",
+            len(input_shape) >= 1 and input_shape[-1] >= 1,
+            f"an input of shape {tuple(input_shape)} has no features; give x [..., features]",
+        )
+        expected = jax.eval_shape(lambda: self.initialize_carry(None, input_shape))
+        describe = functools.partial(
+            jax.tree.map, lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}"
+        )
+        check(
+            describe(carry) == describe(expected)
+            and jax.tree.structure(carry) == jax.tree.structure(expected),
+            f"carry {describe(carry)} does not fit an input of shape {tuple(input_shape)}: this "
+            f"cell needs {describe(expected)}; make one with initialize_carry(key, input_shape)",
+        )
+
+    def check_input_size(self, input_size: int) -> None:
+        """Parameters that exist are for one input size."""
+        if not self.has_variable("params", "gates"):
+            return
+        gates = self.get_variable("params", "gates")
+        if "input" in gates:
+            size = gates["input"].shape[0]
+        else:
+            size = gates["down"].shape[0] - self.hidden_size
+        check(
+            input_size == size,
+            f"x has {input_size} features and the parameters are for {size}; give x of that "
+            "size, or initialise parameters for this one",
         )
 
 
@@ -135,7 +152,8 @@ class MogrifierLSTMCell(Cell):
     """LSTM whose x and h gate each other first (arXiv:1909.01792); 0 rounds is the LSTM.
 
     >>> cell = MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3)
-    >>> ys, params = nn.RNN(cell).init_with_output(jax.random.key(0), jnp.ones((2, 7, 4)))
+    >>> init = jax.jit(nn.RNN(cell).init_with_output)
+    >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))
     >>> ys.shape
     (2, 7, 8)
     """
@@ -229,9 +247,11 @@ class MLSTMCell(MogrifierLSTMCell):
 
     def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Matrices of the two factors of h_m."""
-        draw = lambda key, fan: truncated_normal(fan, self.init_factor)(
-            key, (fan, self.hidden_size), self.param_dtype
-        )
+
+        def draw(key, fan):
+            shape = (fan, self.hidden_size)
+            return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
+
         keys = jax.random.split(key)
         return {"input": draw(keys[0], input_size), "recurrent": draw(keys[1], self.hidden_size)}
 
@@ -299,9 +319,10 @@ class Mogrifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h, each scaled by gates that read the other."""
+        check_rounds(self.rounds)
         check(
-            x.shape[:-1] == h.shape[:-1],
-            f"x {x.shape} and h {h.shape} must agree in all axes but the last",
+            min(x.ndim, h.ndim) >= 1 and x.shape[:-1] == h.shape[:-1],
+            f"x {x.shape} and h {h.shape} must agree in all axes but the last, their features",
         )
         sizes = [h.shape[-1], x.shape[-1]]
         rounds = []
@@ -335,8 +356,8 @@ class Layer(nn.Module):
         valid: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
         """(carry, xs [T, B, D]) to (carry, hs [T, B, H])."""
+        self.check_shapes(carry, xs, keep, scale, valid)
         xs = xs.astype(self.cell.dtype)
-        self.cell.check_carry(carry, xs[0])
         masks = {"keep": keep, "scale": scale, "valid": valid}
         masks = {name: mask for name, mask in masks.items() if mask is not None}
         moving = {name for name, mask in masks.items() if mask.ndim == 3 or name == "valid"}
@@ -366,6 +387,7 @@ class Layer(nn.Module):
 
     def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
         """As a call without dropout, and every gate at every step, [T, B, ...] each."""
+        self.check_shapes(carry, xs)
         xs = xs.astype(self.cell.dtype)
         weights = recurrence.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
 
@@ -375,6 +397,28 @@ class Layer(nn.Module):
 
         carry, (hs, gates) = jax.lax.scan(body, carry, xs)
         return carry, hs, gates
+
+    def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
+        """Everything that a layer is given fits together."""
+        for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
+            check(value is None or value >= 1, f"{name} {value} must be at least 1")
+        check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
+        self.cell.check_carry(carry, xs.shape[1:])
+        check(
+            (keep is None) == (scale is None),
+            "keep and scale belong together: give 1 / (1 - rate) with the mask, or neither",
+        )
+        if keep is not None:
+            mask = (*xs.shape[:2], self.cell.hidden_size)
+            check(
+                keep.shape in (mask, mask[1:]),
+                f"keep of shape {keep.shape} must be {mask}, or {mask[1:]} for all steps alike",
+            )
+        if valid is not None:
+            check(
+                valid.shape == xs.shape[:2],
+                f"valid of shape {valid.shape} must be [time, batch], here {xs.shape[:2]}",
+            )
 
 
 def _step(cell, params, carry, x, valid=None, **mask):
@@ -415,6 +459,14 @@ def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax
     if bias:
         params["bias"] = jnp.zeros(size_out, dtype)
     return params
+
+
+def check_rounds(rounds: int) -> None:
+    """Zero or more."""
+    check(
+        rounds >= 0,
+        f"rounds {rounds} must be 0 (no gating) or more; the paper's best are 5 and 6",
+    )
 
 
 def check(condition: bool, message: str) -> None:

@@ -1,0 +1,270 @@
+"""The Flax modules: use in nn.RNN, initial values, and what bad input is told."""
+
+import doctest
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mogrifier_jax import cells, errors, layers, sizing
+from tests import quick, reference
+
+T, B, D, H = 5, 3, 4, 6
+LENGTHS = np.array([5, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A cell, its parameters, inputs [B, T, D], and what a layer makes of them [B, T, H]."""
+    cell = layers.MogrifierLSTMCell(H, rounds=3, rank=2)
+    xs = np.random.default_rng(0).standard_normal((B, T, D), np.float32)
+    params = quick.jit(nn.RNN(cell).init)(jax.random.key(0), xs)["params"]
+    layer = layers.Layer(cell)
+
+    @quick.jit
+    def run(params, xs, valid=None):
+        carry = cell.initialize_carry(None, (B, D))
+        end, ys = layer.apply({"params": params}, carry, xs.swapaxes(0, 1), valid=valid)
+        return end, ys.swapaxes(0, 1)
+
+    return cell, params, xs, run
+
+
+def test_rnn_of_flax_equals_the_layer(case):
+    cell, params, xs, run = case
+    rnn = nn.RNN(cell, return_carry=True)
+    end, ys = quick.jit(rnn.apply)({"params": params}, xs)
+    expected_end, expected = run(params, xs)
+    np.testing.assert_allclose(ys, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(end, expected_end, rtol=1e-5, atol=1e-6)
+    first_major = quick.jit(functools.partial(rnn.apply, time_major=True))
+    _, ys = first_major({"params": params}, xs.swapaxes(0, 1))
+    np.testing.assert_allclose(ys.swapaxes(0, 1), expected, rtol=1e-5, atol=1e-6)
+    backwards = quick.jit(functools.partial(rnn.apply, reverse=True, keep_order=True))
+    _, ys = backwards({"params": params}, xs[:, ::-1])
+    np.testing.assert_allclose(ys[:, ::-1], expected, rtol=1e-5, atol=1e-6)
+    assert abs(ys - expected).max() > 1e-2
+
+
+def test_lengths_of_flax_are_the_valid_steps_of_the_layer(case):
+    cell, params, xs, run = case
+    rnn = functools.partial(nn.RNN(cell, return_carry=True).apply, seq_lengths=LENGTHS)
+    end, ys = quick.jit(rnn)({"params": params}, xs)
+    valid = np.arange(T)[:, None] < LENGTHS
+    expected_end, expected = run(params, xs, valid)
+    np.testing.assert_allclose(end, expected_end, rtol=1e-5, atol=1e-6)
+    inside = valid.T[..., None]
+    np.testing.assert_allclose(ys * inside, expected, rtol=1e-5, atol=1e-6)
+    longer, _ = run(params, xs)
+    assert abs(longer.h - end.h).max() > 1e-2
+
+
+def test_bidirectional_of_flax_joins_both_directions(case):
+    cell, params, xs, run = case
+    both = nn.Bidirectional(nn.RNN(cell), nn.RNN(cell.copy()))
+    shapes = jax.eval_shape(both.init, jax.random.key(0), xs)["params"]
+    other = jax.tree.map(lambda leaf: 0.5 * leaf, params)
+    trees = {"forward_rnn": params, "backward_rnn": other}
+    assert jax.tree.map(jnp.shape, trees) == jax.tree.map(lambda leaf: leaf.shape, shapes)
+    ys = quick.jit(both.apply)({"params": trees}, xs)
+    np.testing.assert_allclose(ys[..., :H], run(params, xs)[1], rtol=1e-5, atol=1e-6)
+    backward = run(other, xs[:, ::-1])[1][:, ::-1]
+    np.testing.assert_allclose(ys[..., H:], backward, rtol=1e-5, atol=1e-6)
+    assert abs(backward - run(other, xs)[1]).max() > 1e-2
+
+
+def test_layers_can_be_mapped_over_parameters_and_differentiated(case):
+    _, params, xs, run = case
+    many = jax.tree.map(lambda leaf: np.stack([leaf, 0.5 * leaf]), params)
+
+    def loss(params):
+        return jnp.sin(run.__wrapped__(params, xs)[1]).sum()
+
+    mapped = quick.jit(jax.vmap(jax.grad(loss)))(many)
+    alone = quick.jit(jax.grad(loss))
+    for index, factor in enumerate((1.0, 0.5)):
+        expected = alone(jax.tree.map(lambda leaf, f=factor: f * leaf, params))
+        for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a[index], b, rtol=1e-4, atol=1e-5)
+            assert abs(b).max() > 1e-3
+
+
+def test_cells_take_any_number_of_batch_axes(case):
+    cell, params, xs, _ = case
+    carry = cell.initialize_carry(None, (B, T, D))
+    apply = quick.jit(functools.partial(cell.apply, {"params": params["cell"]}))
+    (c, h), _ = jax.device_get(apply(carry, xs))
+    one, _ = apply(jax.tree.map(lambda leaf: leaf[1, 2], carry), xs[1, 2])
+    np.testing.assert_allclose((c[1, 2], h[1, 2]), one, rtol=1e-5)
+    assert abs(h[1, 2] - h[1, 3]).max() > 1e-3
+
+
+def test_examples_in_docstrings(monkeypatch):
+    monkeypatch.setattr(jax, "jit", quick.jit)
+    found = doctest.testmod(layers)
+    assert found.attempted and not found.failed
+
+
+# Initial values: name of the leaf, expected deviation, expected mean.
+
+WIDE, TALL, RANK = 300, 500, 40
+DEVIATION_OF_TRUNCATED = 0.87962566
+
+
+def spread(leaf):
+    leaf = np.asarray(leaf, np.float64)
+    return leaf.std(), leaf.mean(), abs(leaf - leaf.mean()).max()
+
+
+def initial(cell, input_size=WIDE):
+    init = quick.jit(lambda key: cell.init(key, input_size, method="weights")["params"])
+    return init(jax.random.key(1))
+
+
+def assert_drawn(leaf, deviation, mean=0.0):
+    """A normal cut at two of its own deviations, whose real deviation this is."""
+    found, centre, largest = spread(leaf)
+    error = 4 / np.sqrt(leaf.size)
+    assert abs(found / deviation - 1) < error
+    assert abs(centre - mean) < error * deviation
+    bound = 2 * deviation / DEVIATION_OF_TRUNCATED
+    assert 0.9 * bound < largest < bound * (1 + error)
+
+
+def test_cells_start_with_a_fan_for_each_block():
+    params = initial(layers.MogrifierLSTMCell(TALL, rounds=2, init_factor=1.5))
+    scale = np.sqrt(1.3 * 1.5) * DEVIATION_OF_TRUNCATED  # 1.0029 sqrt(factor): convention (i).
+    assert_drawn(params["gates"]["input"], scale / np.sqrt(WIDE))
+    assert_drawn(params["gates"]["recurrent"], scale / np.sqrt(TALL))
+    for gate, mean in enumerate((0.0, 0.0, 1.0, 0.0)):  # j, o, f, i.
+        assert_drawn(params["gates"]["bias"][gate], scale / np.sqrt(TALL), mean)
+    assert_drawn(params["round_1"]["kernel"], scale / np.sqrt(TALL))
+    assert_drawn(params["round_2"]["kernel"], scale / np.sqrt(WIDE))
+    assert not np.any(params["round_1"]["bias"])
+    with pytest.raises(AssertionError):  # The fan of both blocks together.
+        assert_drawn(params["gates"]["input"], scale / np.sqrt(WIDE + TALL))
+    with pytest.raises(AssertionError):
+        assert_drawn(params["gates"]["bias"][2], scale / np.sqrt(TALL), 0.0)
+
+
+def test_factors_start_so_that_their_product_has_three_fifths_of_the_variance():
+    params = initial(layers.MogrifierLSTMCell(TALL, rounds=1, rank=RANK))["round_1"]
+    each = DEVIATION_OF_TRUNCATED * (TALL * RANK) ** -0.25
+    assert_drawn(params["down"], each)
+    assert_drawn(params["up"], each)
+    product = np.asarray(params["down"]) @ np.asarray(params["up"])
+    np.testing.assert_allclose(product.var() * TALL, 0.599, rtol=0.03)
+
+
+def test_other_parameters_start_as_the_identity():
+    params = initial(layers.LSTMCell(H, layer_norm=True, scaling=True), D)
+    ones = [params["gates"]["input_gain"], params["gates"]["recurrent_gain"]]
+    ones += [params["cell_norm"]["gain"], *params["scaling"].values()]
+    assert all((leaf == 1).all() for leaf in ones)
+    assert not params["cell_norm"]["shift"].any()
+    means = params["gates"]["shift"].mean(1)
+    assert abs(means - np.array([0, 0, 1, 0])).max() < 4 / H
+    gru = initial(layers.MogrifierGRUCell(H, rounds=0), D)
+    assert not gru["gates"]["candidate_bias"].any() and gru["gates"]["bias"].all()
+
+
+@pytest.mark.parametrize("variant", reference.VARIANTS)
+def test_formula_counts_every_cell_and_switch(variant):
+    name, options = reference.VARIANTS[variant]
+    cell = layers.CELLS[name](H, **{"rounds": 0, **options})
+    shapes = jax.eval_shape(lambda key: cell.init(key, D, method="weights"), jax.random.key(0))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    sizes = {key: value for key, value in options.items() if hasattr(sizing.CellOptions, key)}
+    model = dict(vocab_size=1, hidden_size=H, embedding_size=D, num_layers=1, cell=name)
+    assert sizing.count_by_part(**model, **sizes)["recurrent"] == count
+    more = {**sizes, "scaling": not sizes.get("scaling", False)}
+    assert sizing.count_by_part(**model, **more)["recurrent"] != count
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: layers.MogrifierLSTMCell(H, rounds=-1), r"rounds -1 must be 0 .* or more"),
+        (lambda: layers.MogrifierGRUCell(H, rounds=-2), r"rounds -2 must be 0 .* or more"),
+        (lambda: layers.LSTMCell(0), r"hidden_size 0 must be at least 1"),
+        (lambda: layers.LSTMCell(H, cell_clip=0.0), r"cell_clip 0.0 must be positive, or None"),
+        (
+            lambda: layers.LSTMCell(H, layer_norm=True, gate_rank=2),
+            r"gate_rank 2 and layer_norm exclude each other; set one of them off",
+        ),
+    ],
+)
+def test_impossible_cells_are_refused(make, words):
+    with pytest.raises(errors.UsageError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("rank", [7, 100])
+def test_rank_above_both_sizes_is_refused(rank):
+    cell = layers.MogrifierLSTMCell(H, rounds=1, rank=rank)
+    with pytest.raises(errors.UsageError, match=rf"rank {rank} is larger than both.*at most 6"):
+        jax.eval_shape(lambda key: cell.init(key, D, method="weights"), jax.random.key(0))
+    between = layers.MogrifierLSTMCell(H, rounds=1, rank=H)  # As in lamb.
+    jax.eval_shape(lambda key: between.init(key, D, method="weights"), jax.random.key(0))
+
+
+ZERO = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
+XS = jnp.zeros((T, B, D))
+MASK = jnp.ones((B, H), bool)
+
+
+@pytest.mark.parametrize(
+    "carry, xs, masks, words",
+    [
+        (ZERO, XS[0], {}, r"\(3, 4\) must be \[time, batch, features\]"),
+        (ZERO, XS[..., :3], {}, r"x has 3 features and the parameters are for 4"),
+        (ZERO, XS[:, :2], {}, r"carry .*\[3, 6\].* does not fit .*\(2, 4\).*\[2, 6\].*initialize_"),
+        (cells.Carry(ZERO.h), XS, {}, r"carry Carry.* does not fit .*LSTMCarry"),
+        (tuple(ZERO), XS, {}, r"carry .* does not fit .*LSTMCarry"),
+        (ZERO._replace(c=ZERO.c[:, :5]), XS, {}, r"\[3, 5\].* does not fit .*\[3, 6\]"),
+        (ZERO._replace(c=ZERO.c.astype(jnp.bfloat16)), XS, {}, r"bfloat16.*does not fit.*float32"),
+        (ZERO, XS, {"keep": MASK}, r"keep and scale belong together"),
+        (ZERO, XS, {"keep": MASK[:2], "scale": 1.0}, r"keep of shape \(2, 6\) must be \(5, 3, 6\)"),
+        (ZERO, XS, {"valid": jnp.ones((B, T), bool)}, r"valid .*\(3, 5\) must be \[time, batch\]"),
+    ],
+)
+def test_misfitting_input_of_a_layer_is_explained(case, carry, xs, masks, words):
+    cell, params, _, _ = case
+    layer = layers.Layer(cell)
+    with pytest.raises(errors.UsageError, match=words):
+        jax.eval_shape(functools.partial(layer.apply, {"params": params}), carry, xs, **masks)
+    right = {"keep": MASK, "scale": jnp.ones(()), "valid": jnp.ones((T, B), bool)}
+    jax.eval_shape(functools.partial(layer.apply, {"params": params}), ZERO, XS, **right)
+
+
+@pytest.mark.parametrize("options", [{"remat_window": 0}, {"unroll": 0}])
+def test_empty_chunks_are_refused(case, options):
+    cell, params, _, _ = case
+    name = next(iter(options))
+    with pytest.raises(errors.UsageError, match=f"{name} 0 must be at least 1"):
+        layers.Layer(cell, **options).apply({"params": params}, ZERO, XS)
+
+
+def test_misfitting_input_of_a_step_is_explained(case):
+    cell, params, _, _ = case
+    step = functools.partial(cell.apply, {"params": params["cell"]})
+    with pytest.raises(errors.UsageError, match=r"\(\) has no features; give x"):
+        step(ZERO, jnp.zeros(()))
+    with pytest.raises(errors.UsageError, match=r"x has 5 features and the parameters are for 4"):
+        step(ZERO, jnp.zeros((B, 5)))
+    with pytest.raises(errors.UsageError, match=r"carry .* does not fit .*make one with"):
+        step(ZERO.h, XS[0])
+
+
+def test_mogrifier_alone_refuses_what_it_cannot_gate():
+    x, h = jnp.zeros((B, D)), jnp.zeros((B + 1, H))
+    with pytest.raises(errors.UsageError, match=r"x \(3, 4\) and h \(4, 6\) must agree"):
+        layers.Mogrifier(2).init(jax.random.key(0), x, h)
+    with pytest.raises(errors.UsageError, match=r"rounds -3 must be 0"):
+        layers.Mogrifier(-3).init(jax.random.key(0), x, h[:B])
