@@ -50,6 +50,8 @@ def affine(params: Params, x: jax.Array) -> jax.Array:
     bias = params.get("bias")
     if "kernel" in params:
         return project(x, params["kernel"], bias)
+    if callable(params["down"]):  # A tap for both factors.
+        return params["down"](x, bias)
     low = project(x, params["down"]).astype(x.dtype)
     return project(low, params["up"], bias)
 

@@ -3,11 +3,14 @@
 Axes: T time, B batch, I and O the two sides of a matrix.
 
 Differentiating a plain `lax.scan` adds a weight-sized array at every step. Here the
-backward scan emits only the gradient at each matmul's output, and each weight gradient is
-one matmul over [T * B] after the scan. It works for any step whose matrices are multiplied
-in `cells.project`: there a matrix may be replaced by a tap, which on the way forward notes
-the matmul's output and on the way back recalls it. So no matmul runs twice, the elementwise
-part is computed again, and the cells know nothing of all this.
+backward scan emits only the gradient at the output of each linear map, and each weight
+gradient is one matmul over [T * B] after the scan. It works for any step whose matrices are
+multiplied in `cells.project` and `cells.affine`: there a map may be replaced by a tap, which
+recalls the map's output on the way back. So the cells know nothing of all this.
+
+Kept from the forward pass are the carries and the outputs of the large maps. Products of two
+thin factors are cheap to compute again, for all time steps in one go; storing their outputs
+at every step is what costs. No large matmul runs twice.
 """
 
 import functools
@@ -82,11 +85,13 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
         x, extras = inputs
         outputs = {}
 
-        def note(name, x):
-            outputs[name] = jnp.tensordot(x, taps.matrices[name], axes=1)
-            return outputs[name]
+        def compute(name, x):
+            y = taps.apply(name, x)
+            if not taps.is_thin(name):
+                outputs[name] = y
+            return y
 
-        carry = step(taps.replace(note), carry, x, **extras, **constant)
+        carry = step(taps.replace(compute), carry, x, **extras, **constant)
         return carry, (carry, outputs)
 
     last, (carries, outputs) = jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
@@ -97,9 +102,24 @@ def _backward(step, dtype, unroll, saved, cotangents):
     params, first, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
     taps = Taps(params, dtype)
-    # Materialised once, so that the matmuls of the loop read their matrix as it lies.
-    transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.matrices))
     carries = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[:-1]]), first, carries)
+
+    def ends_of_maps(carry, x, extras, outputs):
+        """What goes into every linear map of a step and what comes out of it."""
+        inputs, outputs = {}, dict(outputs)
+
+        def recall(name, x):
+            inputs[name] = x
+            if name not in outputs:
+                outputs[name] = taps.apply(name, x)
+            return outputs[name]
+
+        step(taps.replace(recall), carry, x, **extras, **constant)
+        return inputs, outputs
+
+    inputs, outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
+    # Materialised once, so that the matmuls of the loop read their matrix as it lies.
+    transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
 
     def body(state, inputs):
         d_carry, d_vectors = state
@@ -119,19 +139,7 @@ def _backward(step, dtype, unroll, saved, cotangents):
     (d_carry, d_vectors), (d_xs, d_outputs) = jax.lax.scan(
         body, state, (d_hs, carries, xs, scanned, outputs), reverse=True, unroll=unroll
     )
-
-    def matmul_inputs(carry, x, extras, outputs):
-        inputs = {}
-
-        def recall(name, x):
-            inputs[name] = x
-            return outputs[name]
-
-        step(taps.replace(recall), carry, x, **extras, **constant)
-        return inputs
-
-    inputs = jax.vmap(matmul_inputs)(carries, xs, scanned, outputs)
-    return taps.gradients(inputs, d_outputs, d_vectors), d_carry, d_xs, None, None
+    return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
 
 _scan.defvjp(_forward, _backward)
@@ -139,13 +147,15 @@ _scan.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _recall(x, output, transposed):
-    """The output of a matmul that has been done before, differentiable in its input."""
+    """The output of a linear map that is known already, differentiable in the map's input."""
     return output
 
 
 def _recall_backward(transposed, d_output):
-    axes = transposed.ndim - 1
-    return jnp.tensordot(d_output, transposed, axes=axes), d_output, None
+    d_x = d_output
+    for matrix in reversed(transposed):
+        d_x = jnp.tensordot(d_x, matrix, axes=matrix.ndim - 1)
+    return d_x, d_output, None
 
 
 _recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
@@ -157,32 +167,51 @@ def _transpose(matrix):
 
 
 class Taps:
-    """A parameter tree taken apart into matrices, their biases, and other vectors."""
+    """A parameter tree taken apart into linear maps, their biases, and other vectors.
 
-    _MATRICES = ("kernel", "down", "up", "input", "recurrent")
-    _BIASED = ("kernel", "up", "input")  # The one of these that stands beside a bias.
+    A map is a tuple of one matrix, or of the two factors `down` and `up`; it goes by the name
+    of the first. Names are paths in the tree.
+    """
+
+    _FIRST = ("kernel", "down", "input", "recurrent")
+    _BIASED = ("kernel", "down", "input")  # The one of these that stands beside a bias.
 
     def __init__(self, params, dtype):
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-        last = {jax.tree_util.keystr(path): path[-1].key for path, _ in flat}
-        self._bias_of = {}
-        for path, _ in flat:
-            if path[-1].key == "bias":
-                beside = [(*path[:-1], jax.tree_util.DictKey(name)) for name in self._BIASED]
-                matrix = next(k for k in map(jax.tree_util.keystr, beside) if k in last)
-                self._bias_of[matrix] = jax.tree_util.keystr(path)
-        self.matrices = {
-            k: v.astype(dtype) for k, v in self._params.items() if last[k] in self._MATRICES
-        }
-        biases = self._bias_of.values()
-        self.vectors = {
-            k: v for k, v in self._params.items() if k not in self.matrices and k not in biases
-        }
-        self.cast = self._treedef.unflatten({**self._params, **self.matrices}.values())
+        self._second, self._bias, self.maps = {}, {}, {}
+        for path, leaf in flat:
+            beside = lambda name, path=path: jax.tree_util.keystr((*path[:-1], _key(name)))
+            name = jax.tree_util.keystr(path)
+            if path[-1].key in self._FIRST:
+                self.maps[name] = (leaf.astype(dtype),)
+                if path[-1].key == "down":
+                    self._second[name] = beside("up")
+                    self.maps[name] += (self._params[beside("up")].astype(dtype),)
+                if path[-1].key in self._BIASED and beside("bias") in self._params:
+                    self._bias[name] = beside("bias")
+        taken = {*self.maps, *self._second.values(), *self._bias.values()}
+        self.vectors = {name: v for name, v in self._params.items() if name not in taken}
+
+    @property
+    def cast(self):
+        """The tree with its matrices in the compute dtype."""
+        matrices = {name: matrices[0] for name, matrices in self.maps.items()}
+        matrices |= {up: self.maps[down][1] for down, up in self._second.items()}
+        return self._treedef.unflatten({**self._params, **matrices}.values())
+
+    def is_thin(self, name):
+        """Whether a map is a product of two factors."""
+        return len(self.maps[name]) == 2
+
+    def apply(self, name, x):
+        """The output of a map, without the bias."""
+        for matrix in self.maps[name]:
+            x = jnp.tensordot(x, matrix, axes=1)
+        return x
 
     def replace(self, output_of, vectors=None):
-        """The tree with `output_of(name, x)` in place of each matrix: see `cells.project`."""
+        """The tree with `output_of(name, x)` in place of each map: see `cells.project`."""
 
         def tap(name):
             def use(x, bias):
@@ -191,21 +220,32 @@ class Taps:
 
             return use
 
-        taps = {name: tap(name) for name in self.matrices}
+        taps = {name: tap(name) for name in self.maps}
         return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
 
-    def gradients(self, inputs, d_outputs, d_vectors):
+    def gradients(self, inputs, d_outputs, d_vectors, transposed):
         """One matmul over [T, B] for each matrix, one sum for each bias."""
         grads = dict(d_vectors)
-        for name in self.matrices:
-            d_output = d_outputs[name]
-            wide = cells.wide(d_output.dtype)
-            over_time = ((0, 1), (0, 1))
-            grads[name] = jnp.tensordot(
-                inputs[name], d_output, over_time, preferred_element_type=wide
-            )
-            if name in self._bias_of:
-                grads[self._bias_of[name]] = d_output.sum((0, 1), dtype=wide)
+        for name, matrices in self.maps.items():
+            x, d_output = inputs[name], d_outputs[name]
+            if name in self._bias:
+                grads[self._bias[name]] = cells.widen(d_output).sum((0, 1))
+            if self.is_thin(name):
+                low = jnp.tensordot(x, matrices[0], axes=1)
+                grads[self._second[name]] = _sum_of_products(low, d_output)
+                up = transposed[name][1]
+                d_output = jnp.tensordot(d_output, up, axes=up.ndim - 1)
+            grads[name] = _sum_of_products(x, d_output)
         return self._treedef.unflatten(
             grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
         )
+
+
+def _sum_of_products(x, d_output):
+    """The gradient of a matrix from the two ends of its matmul, over all of [T, B]."""
+    wide = jnp.promote_types(d_output.dtype, jnp.float32)
+    return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
+
+
+def _key(name):
+    return jax.tree_util.DictKey(name)
