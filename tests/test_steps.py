@@ -1,0 +1,213 @@
+"""The train step: lamb's losses, accumulation, resets, and what does not compile again."""
+
+import functools
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mogrifier_jax import averaging, data, models, optim, steps
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Programs run for moments only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make_program(model, optimizer, **options):
+    none = averaging.make_averaging("none")
+    return steps.Program(model, optimizer, none, batch_at=lambda stream, step: stream, **options)
+
+
+def make_state(program, params, carry):
+    return steps.TrainState(
+        step=jnp.int32(0),
+        params=params,
+        opt_state=program.optimizer.init(params),
+        average=(),
+        carry=carry,
+        key=jax.random.key(3),
+    )
+
+
+def jit_step(program):
+    return jax.jit(functools.partial(steps.train_step, program=program))
+
+
+@functools.cache
+def make_case(case, optimizer="adam", clip_norm=0.5, **options):
+    """Program, parameters and jitted step of one of lamb's cases."""
+    model, params = golden.make(case)
+    program = make_program(model, optim.make_optimizer(optimizer, clip_norm=clip_norm), **options)
+    return program, params, jit_step(program)
+
+
+def losses_of_lamb(case, num_steps, **hyper):
+    """Mean over stripes of the nats of the batch before each of the updates."""
+    program, params, step = make_case(case)
+    batch = data.Window(*map(jnp.asarray, golden.batch()), jnp.asarray(golden.LENGTHS))
+    zeros = program.model.zero_carry(golden.BATCH)
+    state = make_state(program, params, zeros)
+    losses = []
+    for _ in range(num_steps):
+        state, metrics = step(state.replace(carry=zeros), batch, steps.Hyperparameters(**hyper))
+        losses.append(metrics["loss_nats"] * golden.LENGTHS.sum() / golden.BATCH)
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("case", golden.CASES)
+def test_losses_follow_lambs_trajectory(case):
+    losses = losses_of_lamb(case, 4, learning_rate=0.01, l2_penalty=0.01)
+    np.testing.assert_allclose(losses, golden.TRAJECTORIES[case], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"l2_penalty": 0.0}, {"learning_rate": 0.0101}])
+def test_another_penalty_or_rate_leaves_lambs_trajectory(change):
+    hyper = {"learning_rate": 0.01, "l2_penalty": 0.01} | change
+    losses = losses_of_lamb("D", 4, **hyper)
+    assert abs(losses - golden.TRAJECTORIES["D"])[-1] > 3e-5
+
+
+def accumulated(reduce, groups, l2_penalty=0.5):
+    """Gradients, metrics and carry of one step of plain SGD on eight stripes."""
+    program, params, step = make_case("D", "sgd", None, accumulate=groups, accumulate_reduce=reduce)
+    lengths = jnp.array([4, 3, 4, 4, 1, 4, 2, 4])
+    batch = data.Window(*map(jnp.asarray, golden.batch(batch_size=8)), lengths)
+    carry = jax.tree.map(
+        lambda a: a + jnp.linspace(-0.5, 0.5, 8)[:, None].astype(a.dtype),
+        program.model.zero_carry(8),
+    )
+    hyper = steps.Hyperparameters(learning_rate=1.0, l2_penalty=l2_penalty)
+    state, metrics = step(make_state(program, params, carry), batch, hyper)
+    return jax.tree.map(jnp.subtract, params, state.params), metrics, state.carry
+
+
+def assert_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+def test_accumulated_gradients_are_those_of_the_batch_or_n_times_them():
+    whole, metrics, carry = accumulated("mean", 1)
+    mean, mean_metrics, mean_carry = accumulated("mean", 4)
+    total, total_metrics, total_carry = accumulated("sum", 4)
+    assert_close(mean, whole, rtol=1e-5, atol=1e-6)
+    # Four times everything, the penalty included.
+    assert_close(total, jax.tree.map(lambda g: 4 * g, whole), rtol=1e-5, atol=4e-6)
+    assert_close(total_metrics["grad_norm"], 4 * metrics["grad_norm"], rtol=1e-5)
+    # What is reported, and the state of each stripe, do not depend on the groups.
+    for found in (mean_metrics, total_metrics):
+        assert_close(found["loss_nats"], metrics["loss_nats"], rtol=1e-6)
+    for found in (mean_carry, total_carry):
+        assert_close(found, carry, rtol=1e-5, atol=1e-6)
+
+
+def test_the_penalty_counts_once_for_each_summed_group():
+    without, with_penalty = (accumulated("sum", 4, l2)[0] for l2 in (0.0, 0.5))
+    params = golden.make("D")[1]
+    added = jax.tree.map(jnp.subtract, with_penalty, without)
+    assert_close(added, jax.tree.map(lambda p: 4 * 0.5 * p, params), rtol=1e-4, atol=1e-5)
+    largest = max(float(jnp.abs(p).max()) for p in jax.tree.leaves(params))
+    assert largest > 0.4  # Or else nothing was compared.
+
+
+def test_groups_come_back_in_their_order():
+    tree = {"a": jnp.arange(24.0).reshape(12, 2), "b": jnp.arange(12)}
+    for groups in (1, 3, 4):
+        parts = steps.into_groups(tree, groups)
+        assert parts["a"].shape == (groups, 12 // groups, 2)
+        assert_close(steps.from_groups(parts), tree)
+
+
+class SmallModel:
+    """Program, state, batch and step of a small model with dropout."""
+
+    def __init__(self):
+        self.model = models.make_model(11, hidden_size=8, num_layers=1, rounds=1, rank=2)
+        self.program = make_program(self.model, optim.make_optimizer())
+        key = jax.random.key(0)
+        self.init = jax.jit(
+            functools.partial(steps.init_state, program=self.program),
+            static_argnames=("batch_size", "carries"),
+        )
+        self.state = self.init(key, batch_size=4)
+        tokens = jax.random.randint(key, (4, 6), 0, 11)
+        self.batch = data.Window(tokens[:, :-1], tokens[:, 1:])
+        self.step = jit_step(self.program)
+        self.hyper = steps.Hyperparameters(0.01, 1e-3, 0.01, models.Dropout(0.1, None, 0.2, 0.3))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return SmallModel()
+
+
+def test_tuned_numbers_do_not_compile_again(small):
+    small.step(small.state, small.batch, small.hyper)
+    compiled = small.step._cache_size()
+    for change in (
+        {"learning_rate": 0.5},
+        {"l2_penalty": 0.1},
+        {"drop_state_probability": 0.9},
+        {"dropout": models.Dropout(0.3, None, 0.01, 0.0)},
+    ):
+        small.step(small.state, small.batch, small.hyper._replace(**change))
+    assert small.step._cache_size() == compiled
+    # A rate that was absent is another program.
+    more = small.hyper._replace(dropout=models.Dropout(0.1, None, None, 0.3))
+    small.step(small.state, small.batch, more)
+    assert small.step._cache_size() == compiled + 1
+
+
+def test_many_steps_are_single_steps(small):
+    together = jax.jit(
+        functools.partial(steps.train_steps, program=small.program), static_argnames="num_steps"
+    )
+    final, metrics = together(small.state, small.batch, small.hyper, num_steps=3)
+    state, losses = small.state, []
+    for _ in range(3):
+        state, found = small.step(state, small.batch, small.hyper)
+        losses.append(found["loss_nats"])
+    np.testing.assert_allclose(metrics["loss_nats"], losses, rtol=1e-6)
+    assert_close(final.params, state.params, rtol=1e-5, atol=1e-6)
+    assert int(final.step) == 3
+    assert len(set(map(float, losses))) == 3  # The masks and weights of each step are its own.
+
+
+def test_masks_depend_on_seed_and_step_alone(small):
+    def loss(**changes):
+        return float(
+            small.step(small.state.replace(**changes), small.batch, small.hyper)[1]["loss_nats"]
+        )
+
+    assert loss() == loss()
+    assert loss(step=jnp.int32(7)) != loss()
+    assert loss(key=jax.random.key(9)) != loss()
+
+
+def test_stripes_are_reset_but_not_before_the_first_window(small):
+    carry = jax.tree.map(jnp.ones_like, small.state.carry)
+    key = jax.random.key(1)
+
+    def share_kept(step, probability):
+        kept = steps.reset_stripes(carry, key, jnp.int32(step), probability)
+        values = {float(leaf.mean()) for leaf in jax.tree.leaves(kept)}
+        assert len(values) == 1  # All layers, c and h together.
+        return values.pop()
+
+    assert share_kept(0, 1.0) == share_kept(5, 0.0) == 1
+    assert share_kept(5, 1.0) == 0
+    assert 0 < np.mean([share_kept(step, 0.5) for step in range(1, 20)]) < 1
+    assert steps.reset_stripes((), key, jnp.int32(5), 1.0) == ()
+
+
+def test_weights_depend_on_the_seed_alone(small):
+    other = small.init(jax.random.key(0), batch_size=2, carries=False)
+    assert other.carry == ()
+    assert_close(other.params, small.state.params)
+    changed = small.init(jax.random.key(1), batch_size=4)
+    assert float(jnp.abs(changed.params["embedding"] - other.params["embedding"]).max()) > 0.1
