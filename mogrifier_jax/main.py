@@ -85,7 +85,7 @@ def train() -> None:
     from mogrifier_jax import train as training
 
     workdir = _WORKDIR.value or default_workdir()
-    training.train_and_evaluate(_CONFIG.value, workdir)
+    training.train_and_evaluate(_CONFIG.value, workdir, profile_steps=_PROFILE.value)
 
 
 def default_workdir() -> str:

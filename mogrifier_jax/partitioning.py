@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
@@ -36,8 +37,17 @@ MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
 
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
     """A mesh over all devices; -1 takes what the other axis leaves."""
-    devices = np.asarray(jax.devices() if devices is None else devices)
-    count = devices.size
+    if devices is None:
+        shape = mesh_shape(data, model, jax.device_count())
+        grid = mesh_utils.create_device_mesh(shape, allow_split_physical_axes=True)
+    else:
+        grid = np.asarray(devices)
+        grid = grid.reshape(mesh_shape(data, model, grid.size))
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def mesh_shape(data: int, model: int, count: int) -> tuple[int, int]:
+    """The (data, model) sizes that `count` devices are laid out in."""
     sizes = {"data": data, "model": model}
     for name, size in sizes.items():
         if size == 0 or size < -1:
@@ -53,8 +63,8 @@ def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
             f"mesh.data {data} x mesh.model {model} does not use all {count} devices: possible "
             f"(data x model) are {splits}"
         )
-    shape = tuple(count // known if size == -1 else size for size in sizes.values())
-    return Mesh(devices.reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
+    rest = count // known
+    return (rest if data == -1 else data), (rest if model == -1 else model)
 
 
 def check_batch(mesh: Mesh, *, batch_size: int, groups: int = 1) -> None:

@@ -239,10 +239,8 @@ def abstract_task(section: Any, corpus: tuple[int, str, int, int], mesh: Any) ->
 
 def _mesh(config: config_dict.ConfigDict, target: targets.Target) -> jax.sharding.Mesh:
     """The mesh of the config on the target, neighbours in the torus kept together."""
-    chips = np.arange(target.num_chips)
-    shape = partitioning.make_mesh(**config.mesh, devices=chips).shape
-    mesh = targets.mesh(target, shape["data"], shape["model"])
-    return mesh
+    shape = partitioning.mesh_shape(config.mesh.data, config.mesh.model, target.num_chips)
+    return targets.mesh(target, *shape)
 
 
 def _corpus(section: Any) -> tuple[int, str, int, int]:

@@ -1,7 +1,9 @@
 """What surrounds a run: the cache of compiled programs, and a trace of some of its steps."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 from absl import logging
@@ -21,29 +23,27 @@ def use_compilation_cache() -> None:
 
 
 class Trace:
-    """A `jax.profiler` trace of the dispatches that hold steps N to M, in <workdir>/profile.
-
-    Call `before` and `after` around each dispatch.
-    """
+    """A `jax.profiler` trace of the dispatches that hold steps N to M, in <workdir>/profile."""
 
     def __init__(self, workdir: str | os.PathLike, steps: str | None = None):
-        self._folder = str(pathlib.Path(workdir) / "profile")
+        self._folder = pathlib.Path(workdir) / "profile"
         self._first, self._last = parse_steps(steps) if steps else (0, 0)
         self._running = False
 
-    def before(self, step: int, count: int) -> None:
-        """Steps `step` + 1 to `step` + `count` come next."""
-        wanted = step < self._last and step + count >= self._first
-        if self._first and wanted and not self._running:
+    @contextlib.contextmanager
+    def steps(self, done: int, count: int) -> Iterator[None]:
+        """Put this around the dispatch of `count` steps that follow the first `done` ones."""
+        wanted = done < self._last and done + count >= self._first
+        if wanted and not self._running:
             jax.profiler.start_trace(self._folder)
             self._running = True
-
-    def after(self, step: int) -> None:
-        """The run has reached `step`, and its results are on the host."""
-        if self._running and step >= self._last:
+        yield
+        if self._running and done + count >= self._last:
             jax.profiler.stop_trace()
-            self._running, self._first = False, 0
-            logging.info("trace of steps up to %d is in %s", step, self._folder)
+            self._running = False
+            logging.info(
+                "a trace of steps %d to %d is in %s", self._first, self._last, self._folder
+            )
 
 
 def parse_steps(text: str) -> tuple[int, int]:

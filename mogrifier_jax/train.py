@@ -31,6 +31,7 @@ from mogrifier_jax import (
     partitioning,
     plots,
     progress,
+    runtime,
     schedule,
     signals,
     steps,
@@ -202,15 +203,18 @@ def make_dropout(model: Any, **rates: float | None) -> models.Dropout:
     return models.Dropout(**{name: rate or None for name, rate in rates.items()})
 
 
-def train_and_evaluate(config: config_dict.ConfigDict, workdir: str) -> dict[str, Any]:
+def train_and_evaluate(
+    config: config_dict.ConfigDict, workdir: str, *, profile_steps: str | None = None
+) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
+    trace = runtime.Trace(workdir, profile_steps)
     workdirs.check_config(workdir, config, ignore=FREE_KEYS)
     run = make_run(config)
     with checkpoints.Checkpoints(workdir) as saved:
         workdirs.write_run_files(workdir, config, run.task.vocabulary.to_json())
         state, done = restore_or_init(run, saved)
         logging.info("\n%s", summaries.describe_run(run, state, workdir))
-        loop = Loop(run, workdir, saved)
+        loop = Loop(run, workdir, saved, trace)
         results = loop.score_best(loop.train(state, done))
     if jax.process_index() == 0:
         workdirs.write_json(workdir, "results.json", results)
@@ -253,8 +257,10 @@ def is_averaged(average: Any) -> bool:
 class Loop:
     """The turns of a run."""
 
-    def __init__(self, run: Run, workdir: str, saved: checkpoints.Checkpoints):
-        self.run, self.workdir, self.saved = run, workdir, saved
+    def __init__(
+        self, run: Run, workdir: str, saved: checkpoints.Checkpoints, trace: runtime.Trace
+    ):
+        self.run, self.workdir, self.saved, self._trace = run, workdir, saved, trace
         self._log_every = run.config.get("log_every", 20)
         self._steps = run.jit_steps()
         average = run.program.average
@@ -313,8 +319,9 @@ class Loop:
         rate = self.run.hyper.learning_rate * done.learning_rate_factor
         hyper = self.run.hyper._replace(learning_rate=rate)
         started = time.perf_counter()
-        state, found = self._steps(state, self.run.task.stream, hyper, num_steps=count)
-        losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
+        with self._trace.steps(step, count):
+            state, found = self._steps(state, self.run.task.stream, hyper, num_steps=count)
+            losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
         seconds = time.perf_counter() - started
         loss = losses.mean(dtype=np.float64)
         self._writer.write(
