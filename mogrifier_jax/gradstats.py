@@ -118,7 +118,8 @@ def _read(path: pathlib.Path, digest: str, params: Any) -> Statistics | None:
     if not path.exists():
         return None
     try:
-        with np.load(path) as arrays:
+        # Opened here: a damaged file would be left open otherwise.
+        with path.open("rb") as file, np.load(file) as arrays:
             if str(arrays["digest"]) == digest:
                 rms = [arrays[f"rms.{name}"] for name in leaves.name_leaves(params)]
                 rms = jax.tree.unflatten(jax.tree.structure(params), map(jnp.asarray, rms))

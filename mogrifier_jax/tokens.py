@@ -43,7 +43,8 @@ def read_tokens(path: str | os.PathLike) -> tuple[passes.TokenScores, dict[str, 
     if not pathlib.Path(path).is_file():
         raise errors.UsageError(f"{path} does not exist; give .npz files of --mode=evaluate")
     try:
-        with np.load(path) as arrays:
+        # Opened here: a damaged file would be left open otherwise.
+        with open(path, "rb") as file, np.load(file) as arrays:
             about = json.loads(str(arrays["about"]))
             return passes.TokenScores(arrays["tokens"], arrays["nats"]), about
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
