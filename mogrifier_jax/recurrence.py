@@ -122,8 +122,11 @@ def _backward(step, dtype, unroll, saved, cotangents):
     transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
 
     def body(state, inputs):
-        d_carry, d_vectors = state
-        d_h, carry, x, extras, outputs = inputs
+        d_carry, d_vectors, ends = state
+        index, d_h, carry, x, extras = inputs
+        outputs = {
+            name: jax.lax.dynamic_index_in_dim(a, index, 0, False) for name, a in ends.items()
+        }
 
         def replay(carry, x, outputs, vectors):
             recall = lambda name, x: _recall(x, outputs[name], transposed[name])
@@ -133,11 +136,16 @@ def _backward(step, dtype, unroll, saved, cotangents):
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
-        return (d_carry, d_vectors), (d_x, d_outputs)
+        # The gradient takes the place of the output, which nobody reads again.
+        ends = {
+            name: jax.lax.dynamic_update_index_in_dim(a, d_outputs[name], index, 0)
+            for name, a in ends.items()
+        }
+        return (d_carry, d_vectors, ends), d_x
 
-    state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
-    (d_carry, d_vectors), (d_xs, d_outputs) = jax.lax.scan(
-        body, state, (d_hs, carries, xs, scanned, outputs), reverse=True, unroll=unroll
+    state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors), outputs)
+    (d_carry, d_vectors, d_outputs), d_xs = jax.lax.scan(
+        body, state, (jnp.arange(len(xs)), d_hs, carries, xs, scanned), reverse=True, unroll=unroll
     )
     return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
@@ -243,7 +251,7 @@ class Taps:
 
 def _sum_of_products(x, d_output):
     """The gradient of a matrix from the two ends of its matmul, over all of [T, B]."""
-    wide = jnp.promote_types(d_output.dtype, jnp.float32)
+    wide = cells.wide(d_output.dtype)
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 
