@@ -24,6 +24,13 @@ _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _EVAL = config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
 _JSON = flags.DEFINE_string("json", None, "For preflight: a file for the numbers.")
+_PROMPT = flags.DEFINE_string("prompt", "", "For sample: how the text begins.")
+_LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
+_TOP_K = flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
+_TOP_P = flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
+_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw at once.")
+_SEED = flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
 _PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
@@ -48,7 +55,8 @@ def main(argv: Sequence[str]) -> None:
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
     with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
         progress.setup_logging()
-        {"train": train, "evaluate": evaluate, "preflight": preflight}[_MODE.value]()
+        modes = dict(train=train, evaluate=evaluate, sample=sample, preflight=preflight)
+        modes[_MODE.value]()
 
 
 def require_config() -> None:
@@ -67,6 +75,22 @@ def evaluate() -> None:
     from mogrifier_jax import scoring
 
     scoring.run((_WORKDIR.value or "").split(","), _EVAL.value)
+
+
+def sample() -> None:
+    """Draws text from the run in --workdir."""
+    from mogrifier_jax import sample as sampling
+
+    sampling.run(
+        _WORKDIR.value or "",
+        prompt=_PROMPT.value,
+        length=_LENGTH.value,
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        num_samples=_NUM_SAMPLES.value,
+        seed=_SEED.value,
+    )
 
 
 def preflight() -> None:
