@@ -132,17 +132,17 @@ class TurnEvaluation:
     ):
         self._model, self._task, self._settings = model, task, settings
         self._batch_size = batch_size
-        self._search_windows = max(1, settings.temperature_tokens // batch_size // window)
+        self.search_windows = max(1, settings.temperature_tokens // batch_size // window)
         self._train = self._make("train", batch_size, settings.train_windows)
         # The search reads many short stripes, as training does.
-        self._search = self._make("valid", batch_size, self._search_windows)
+        self._search = self._make("valid", batch_size, self.search_windows)
         self._splits: dict[str, Evaluation] = {}
 
     def __call__(self, params: Any) -> Scores:
         """Scores of these weights."""
         train = self._train(params, max_windows=self._settings.train_windows).mean()
         temperature = self._settings.softmax_temperature or search_temperature(
-            lambda t: self._search(params, t, self._search_windows).mean()
+            lambda t: self._search(params, t, self.search_windows).mean()
         )
         return Scores(train, self.score("valid", params, temperature), temperature)
 

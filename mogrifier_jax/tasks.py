@@ -4,6 +4,7 @@ A task knows its vocabulary, gives the batch of every training step, and cuts it
 into plans for evaluation. Everything after it is the same for all three.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -131,6 +132,15 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
 
 def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
     del source_dir, data_dir  # Generated, not read.
+    known = [field.name for field in dataclasses.fields(episodes.ReverseCopy)]
+    options = {key: value for key, value in options.items() if value is not None}
+    for key in options:
+        if key not in known:
+            raise errors.UsageError(
+                f"data.{key} is no option of reverse_copy; it has {', '.join(known)}"
+            )
+    if "length" not in options:
+        raise errors.UsageError("data.length is missing: say how long the sequences to copy are")
     task = episodes.ReverseCopy(**options)
 
     def plan(split, num_stripes, window=None, mesh=None):

@@ -98,6 +98,8 @@ class Run(NamedTuple):
 def make_run(config: config_dict.ConfigDict, mesh: Any = None, task: Any = None) -> Run:
     """Reads every section of a config; what does not fit is an error before any compute."""
     check_keys("config", config, known=SECTIONS, required=set(SECTIONS) - {"log_every"})
+    needed = {"name", "batch_size", "window"}
+    check_keys("config.data", config.data, known=config.data, required=needed)
     mesh = mesh or make(partitioning.make_mesh, "mesh", **config.mesh)
     optimizer = dict(config.optimizer)
     learning_rate, l2_penalty, groups, reduce = pop_step_options(optimizer)
