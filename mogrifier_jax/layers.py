@@ -295,10 +295,15 @@ CELLS: dict[str, Callable[..., Cell]] = {
 }
 
 
+def find_cell(name: str) -> Callable[..., Cell]:
+    """The cell of this name."""
+    check(name in CELLS, f"cell {name!r} is not known; use one of {', '.join(CELLS)}")
+    return CELLS[name]
+
+
 def accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the options that this kind of cell has; the others are named in a warning."""
-    check(cell in CELLS, f"cell {cell!r} is not known; use one of {', '.join(CELLS)}")
-    make = CELLS[cell]
+    make = find_cell(cell)
     names = {field.name for field in dataclasses.fields(getattr(make, "func", make))}
     ignored = sorted(options.keys() - names)
     if ignored:

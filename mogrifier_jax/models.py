@@ -40,6 +40,10 @@ def dropout(rate: Any, x: jax.Array, key: jax.Array) -> jax.Array:
 
 def keep_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """True with probability 1 - rate."""
+    check(
+        not isinstance(rate, int | float) or 0 <= rate < 1,
+        f"dropout rate {rate} must be at least 0 and below 1; use None for no dropout",
+    )
     return jax.random.bernoulli(key, 1 - jnp.asarray(rate, jnp.float32), shape)
 
 
@@ -55,7 +59,8 @@ def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
 
 def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
     """A zero carry for each layer of a stack or model."""
-    cell = layers.CELLS[module.cell](module.hidden_size, dtype=module.dtype, parent=None)
+    make = layers.find_cell(module.cell)
+    cell = make(module.hidden_size, dtype=module.dtype, parent=None)
     return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
 
 
@@ -77,10 +82,6 @@ class Stack(nn.Module):
     def setup(self):
         check(self.num_layers >= 1, f"num_layers {self.num_layers} must be at least 1")
         check(
-            self.cell in layers.CELLS,
-            f"cell {self.cell!r} is not known; use one of {', '.join(layers.CELLS)}",
-        )
-        check(
             self.output in ("sum", "residual", "last"),
             f"output {self.output!r} is not known; use 'sum', 'residual' or 'last'",
         )
@@ -88,7 +89,7 @@ class Stack(nn.Module):
             self.state_mask in ("window", "step"),
             f"state_mask {self.state_mask!r} is not known; use 'window' or 'step'",
         )
-        make = functools.partial(layers.CELLS[self.cell], **dict(self.cell_options))
+        make = functools.partial(layers.find_cell(self.cell), **dict(self.cell_options))
         self.layers = [
             layers.Layer(
                 make(self.hidden_size, dtype=self.dtype, parent=None),
@@ -121,11 +122,7 @@ class Stack(nn.Module):
         rates: Dropout = Dropout(),
     ) -> tuple[tuple[Any, ...], jax.Array]:
         """(carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
-        check(
-            len(carry) == self.num_layers,
-            f"carry has {len(carry)} layers and the model {self.num_layers}; "
-            "make one with initial_carry",
-        )
+        self.check_carry(carry)
         carries, total = [], None
         for index, layer in enumerate(self.layers):
             if index and rates.inter_layer is not None:
@@ -139,6 +136,14 @@ class Stack(nn.Module):
             xs = hs
         return tuple(carries), total
 
+    def check_carry(self, carry: Any) -> None:
+        """One carry for each layer; the layers look at them more closely."""
+        check(
+            isinstance(carry, tuple | list) and len(carry) == self.num_layers,
+            f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
+            "each layer; make one with zero_carry(batch_size)",
+        )
+
     def draw_state_mask(self, rate: Any, shape: tuple[int, ...]) -> dict[str, jax.Array]:
         """One mask for each layer, drawn outside the recurrence."""
         if rate is None:
@@ -150,6 +155,7 @@ class Stack(nn.Module):
 
     def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
         """Every gate of every layer, [T, B, ...] each."""
+        self.check_carry(carry)
         carries, found, total = [], [], None
         for index, layer in enumerate(self.layers):
             last, hs, gates = layer.gates(carry[index], xs)
@@ -261,11 +267,13 @@ class LanguageModel(nn.Module):
         `temperature` multiplies the logits, so that values below 1 flatten.
         """
         rates = rates or Dropout()
+        check_tokens("inputs", inputs)
+        check_tokens("targets", targets)
         check(
-            inputs.ndim == 2 and inputs.shape == targets.shape,
-            f"inputs {inputs.shape} and targets {targets.shape} must both be [batch, time]",
+            inputs.shape == targets.shape,
+            f"targets {targets.shape} must have the shape of inputs, here {inputs.shape}",
         )
-        valid = None if lengths is None else _valid(lengths, inputs.shape[1])
+        valid = None if lengths is None else _valid(lengths, inputs)
         carry, hs = self.run(inputs, carry, valid, rates)
         nats = self.softmax.nats(hs, targets.T, self.embedding, rates, temperature)
         if valid is not None:
@@ -282,17 +290,20 @@ class LanguageModel(nn.Module):
 
     def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
         """What every gate of every layer does, [T, B, ...]: f, i, j, o, c and the rounds."""
+        xs = self.embed(inputs, Dropout())
         carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
-        carry, gates = self.stack.gates(carry, self.embed(inputs, Dropout()))
+        carry, gates = self.stack.gates(carry, xs)
         return gates, carry
 
     def run(self, inputs, carry, valid, rates):
         """Tokens [B, T] to the stack's outputs [T, B, H]."""
+        xs = self.embed(inputs, rates)
         carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
-        return self.stack(carry, self.embed(inputs, rates), valid, rates)
+        return self.stack(carry, xs, valid, rates)
 
     def embed(self, inputs: jax.Array, rates: Dropout) -> jax.Array:
         """Tokens [B, T] to [T, B, E]."""
+        check_tokens("inputs", inputs)
         xs = jnp.take(self.embedding.astype(self.dtype), inputs.T, axis=0)
         if rates.input is not None:
             xs = dropout(rates.input, xs, self.make_rng("dropout"))
@@ -473,18 +484,36 @@ class EncoderDecoder(nn.Module):
     ) -> jax.Array:
         """-log p(target) [B, T] of each target given the source [B, S]."""
         rates = rates or Dropout()
+        check_tokens("source", source)
         xs = jnp.take(self.source_embedding.astype(self.dtype), source.T, axis=0)
         if rates.input is not None:
             xs = dropout(rates.input, xs, self.make_rng("dropout"))
         carry = self.encoder.initial_carry(source.shape[0])
-        valid = None if source_lengths is None else _valid(source_lengths, source.shape[1])
+        valid = None if source_lengths is None else _valid(source_lengths, source)
         carry, _ = self.encoder(carry, xs, valid, rates)
         return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
 
 
-def _valid(lengths: jax.Array, steps: int) -> jax.Array:
+def check_tokens(name: str, tokens: jax.Array) -> None:
+    """Ids [B, T]."""
+    check(
+        tokens.ndim == 2 and tokens.size > 0,
+        f"{name} of shape {tokens.shape} must be [batch, time], none of them empty",
+    )
+    check(
+        jnp.issubdtype(tokens.dtype, jnp.integer),
+        f"{name} of dtype {tokens.dtype} must be token ids; cast them to int32",
+    )
+
+
+def _valid(lengths: jax.Array, tokens: jax.Array) -> jax.Array:
     """[T, B]: whether a time step is within the example."""
-    return jnp.arange(steps)[:, None] < lengths[None, :]
+    check(
+        lengths.shape == tokens.shape[:1] and jnp.issubdtype(lengths.dtype, jnp.integer),
+        f"lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one integer for each "
+        f"row of tokens, here {tokens.shape[0]}",
+    )
+    return jnp.arange(tokens.shape[1])[:, None] < lengths[None, :]
 
 
 def _zeros(key, shape, dtype=jnp.float32):
@@ -547,7 +576,7 @@ _CELL_CLASSES = (layers.MogrifierLSTMCell, layers.MogrifierGRUCell, layers.Mogri
 
 def _what_counts(model) -> dict[str, Any]:
     """What decides the number of parameters, apart from the two sizes."""
-    cell = layers.CELLS[model.cell](1 << 30, **dict(model.cell_options))
+    cell = layers.find_cell(model.cell)(1 << 30, **dict(model.cell_options))
     counted = [field.name for field in dataclasses.fields(sizing.CellOptions)]
     return dict(
         vocab_size=model.vocab_size,

@@ -1,17 +1,78 @@
-"""The language model: lamb's numbers, dropout, chunked loss, introspection, bad input."""
+"""The language model: lamb's numbers, NumPy loops, dropout, chunked loss, gates, bad input."""
 
+import functools
+
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from jax.extend import core
 
-from mogrifier_jax import errors, models
-from tests import golden
+from mogrifier_jax import cells, errors, models
+from tests import golden, quick, reference
+
+V, H, E, T, B = 7, 5, 3, 6, 2
+LENGTHS = np.array([6, 4], np.int32)
+MODELS = {
+    "mixture": dict(
+        embedding_size=E,
+        num_layers=3,
+        tied_embeddings=True,
+        mixture_components=3,
+        state_mask="step",
+        cell_options=dict(rounds=3, rank=2),
+    ),
+    "projected": dict(
+        embedding_size=E,
+        output="residual",
+        num_layers=3,
+        cell="lstm",
+        cell_options=dict(cap_input_gate=False),
+        max_logits=2 * B * V,
+    ),
+    "square": dict(
+        embedding_size=H,
+        output="last",
+        tied_embeddings=True,
+        cell="mogrifier_gru",
+        cell_options=dict(rounds=2),
+    ),
+}
+
+
+def make(name, **more):
+    """A model in float64, and parameters for it of which none is zero."""
+    model = models.LanguageModel(V, H, **{"dtype": jnp.float64, **MODELS[name], **more})
+    return model, fill(jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"])
+
+
+def fill(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: 0.5 * rng.standard_normal(leaf.shape), shapes)
+
+
+def batch(steps=T):
+    rng = np.random.default_rng(1)
+    return tuple(rng.integers(0, V, (2, B, steps), np.int32))
+
+
+def some_carry(model, seed=2):
+    return fill(jax.eval_shape(lambda: model.zero_carry(B)), seed)
 
 
 def nats(model, params, *args, **kwargs):
     return model.apply({"params": params}, *args, method="nats", **kwargs)
+
+
+def tree_norm(tree):
+    return np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree)))
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -19,20 +80,499 @@ def nats(model, params, *args, **kwargs):
 def test_lamb_reference(case, fast):
     model, params = golden.make(case, fast=fast)
     assert sum(p.size for p in jax.tree.leaves(params)) == golden.NUM_SCALARS[case]
-    init = model.init(jax.random.key(0), *golden.batch(), method="nats")["params"]
+    init = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
     assert jax.tree.map(jnp.shape, init) == jax.tree.map(jnp.shape, params)
-    inputs, targets = map(jnp.asarray, golden.batch())
-    lengths = jnp.asarray(golden.LENGTHS)
 
-    def loss(params, l2):
-        values, carry = nats(model, params, inputs, targets, None, lengths, temperature=0.9)
+    @quick.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(params):
+        values, carry = nats(model, params, *golden.batch(), None, golden.LENGTHS, temperature=0.9)
+        plain = values.sum(1).mean()
         penalty = 0.5 * sum(jnp.square(p).sum() for p in jax.tree.leaves(params))
-        return values.sum(1).mean() + l2 * penalty, (values, carry)
+        return plain + 0.01 * penalty, (plain, values, carry)
 
-    plain, (values, carry) = loss(params, 0.0)
-    (regularised, _), grads = jax.value_and_grad(loss, has_aux=True)(params, 0.01)
-    sums = [float(a.sum()) for layer in carry for a in layer]
+    (regularised, (plain, values, carry)), grads = jax.device_get(loss(params))
+    sums = [a.sum() for layer in carry for a in layer]
     np.testing.assert_allclose(values.T, golden.NATS[case], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(sums, golden.FINAL_STATES[case], rtol=1e-5)
-    found = [plain, regularised, optax.tree.norm(grads)]
+    found = [plain, regularised, tree_norm(grads)]
     np.testing.assert_allclose(found, golden.LOSSES[case], rtol=1e-5)
+
+
+# Dropout and everything else against the NumPy loops.
+
+RATES = models.Dropout(input=0.1, inter_layer=0.2, state=0.3, output=0.4, downprojected=0.5)
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """What was dropped, as multipliers by the name of the rate, in the order of drawing."""
+    drawn = {}
+    rng = np.random.default_rng(3)
+
+    def keep_mask(rate, shape, key):
+        del key
+        name = RATES._fields[RATES.index(rate)]
+        mask = rng.random(shape) < 0.6
+        drawn.setdefault(name, []).append(mask * np.float64(np.float32(1) / np.float32(1 - rate)))
+        return jnp.asarray(mask)
+
+    monkeypatch.setattr(models, "keep_mask", keep_mask)
+    return drawn
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, float64):
+    model, params = make(name)
+    inputs, targets = batch()
+    carry = some_carry(model)
+    weights = np.random.default_rng(4).random((B, T))
+
+    @quick.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(tree):
+        masks.clear()
+        rngs = {"dropout": jax.random.key(0)}
+        values, end = nats(model, tree[0], inputs, targets, tree[1], LENGTHS, RATES, 0.9, rngs=rngs)
+        return (values * weights).sum(), (values, end)
+
+    (_, (values, end)), grads = jax.device_get(loss((params, carry)))
+
+    # Where each mask is drawn, and its shape.
+    state = (T, B, H) if model.state_mask == "step" else (B, H)
+    shapes = {
+        "input": [(T, B, model.embedding_size)],
+        "inter_layer": [(T, B, H)] * (model.num_layers - 1),
+        "state": [state] * model.num_layers,
+        "output": [(T, B, H)],
+    }
+    if name != "square":
+        components = (3,) if name == "mixture" else ()
+        shapes["downprojected"] = [(T, B, *components, E)]
+    assert {key: [mask.shape for mask in found] for key, found in masks.items()} == shapes
+
+    masks["state"] = [np.broadcast_to(mask, (T, B, H)) for mask in masks["state"]]
+    run = functools.partial(
+        reference.language_model,
+        model,
+        inputs=inputs,
+        targets=targets,
+        lengths=LENGTHS,
+        temperature=0.9,
+    )
+    tree = reference.to_numpy((params, carry))
+    expected, expected_end, _ = run(tree[0], state=tree[1], masks=masks)
+    np.testing.assert_allclose(values, expected, rtol=1e-10, atol=1e-12)
+    assert (values[1, 4:] == 0).all() and (values[:, :4] > 0).all()
+    ends = zip(jax.tree.leaves(end), reference.leaves(expected_end), strict=True)
+    for a, b in ends:
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+    # The control: without any one of the masks the outcome is another.
+    for missing in shapes:
+        others = {key: mask for key, mask in masks.items() if key != missing}
+        assert abs(run(tree[0], state=tree[1], masks=others)[0] - values).max() > 1e-3
+
+    def reference_loss(tree):
+        return (run(tree[0], state=tree[1], masks=masks)[0] * weights).sum()
+
+    for seed in range(3):
+        way = reference.to_numpy(fill((params, carry), seed))
+        pairs = zip(jax.tree.leaves(grads), reference.leaves(way), strict=True)
+        found = sum((a * b).sum() for a, b in pairs)
+        expected = reference.slope(reference_loss, tree, way, 1e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert abs(expected) > 1e-3
+
+
+def test_dropped_share_and_scale_follow_the_rate():
+    x = jnp.full((200, 50), 3.0)
+    for rate in (0.1, 0.7):
+        dropped = np.asarray(quick.jit(models.dropout)(rate, x, jax.random.key(1)))
+        kept = dropped != 0
+        assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / x.size)
+        np.testing.assert_allclose(dropped[kept], 3 / (1 - rate), rtol=1e-6)
+        # Elements and rows are dropped independently.
+        assert abs(np.corrcoef(kept[:, 0::2].ravel(), kept[:, 1::2].ravel())[0, 1]) < 0.06
+        assert abs(np.corrcoef(kept[0::2].ravel(), kept[1::2].ravel())[0, 1]) < 0.06
+
+
+@pytest.mark.parametrize("state_mask", ["window", "step"])
+def test_state_masks_are_one_for_a_window_or_one_for_a_step(state_mask):
+    """h = tanh(1 + dropped previous h) shows what was dropped."""
+    stack = models.Stack(
+        2, 40, cell="mogrifier_elman", cell_options=dict(rounds=0), state_mask=state_mask
+    )
+    carry, xs = models.zero_carry(stack, B), np.zeros((4, B, 3), np.float32)
+    gates = {"recurrent": np.eye(40)[:, None], "bias": np.ones((1, 40))}
+    params = {
+        f"layers_{index}": {"cell": {"gates": {**gates, "input": np.zeros((size, 1, 40))}}}
+        for index, size in enumerate((3, 40))
+    }
+    params = jax.tree.map(np.float32, params)
+    apply = quick.jit(stack.apply)
+
+    def run(rate, seed):
+        rngs = {"dropout": jax.random.key(seed)}
+        return jax.device_get(
+            apply({"params": params}, carry, xs, None, models.Dropout(state=rate), rngs=rngs)
+        )
+
+    ends, total = run(0.5, 0)
+    first = total[1:] - np.tanh(1)  # Two layers: 2 tanh(1) where both dropped, and so on.
+    kept = first > np.tanh(1) + 1e-3
+    assert 0.6 < kept.mean() < 0.9  # Three quarters have at least one of two.
+    shared = (kept == kept[:1]).all(0)
+    assert shared.all() == (state_mask == "window")
+    layers_kept = [end.h > np.tanh(1) + 1e-3 for end in ends]
+    assert (layers_kept[0] != layers_kept[1]).any()
+    assert (layers_kept[0][0] != layers_kept[0][1]).any()  # Examples differ too.
+    assert (run(0.5, 1)[1] != total).any()  # A new window has a new mask.
+
+
+def test_rates_are_traced_and_none_takes_the_operation_away():
+    model, params = make("mixture", dtype=jnp.float32)
+    params = jax.tree.map(np.float32, params)
+    traces = []
+
+    @quick.jit
+    def loss(rates):
+        traces.append(rates)
+        rngs = {"dropout": jax.random.key(0)}
+        return nats(model, params, *batch(), rates=rates, rngs=rngs)[0].sum()
+
+    low, high = (
+        loss(jax.tree.map(lambda rate, f=factor: jnp.float32(f * rate), RATES))
+        for factor in (0.5, 1.0)
+    )
+    assert len(traces) == 1 and abs(low - high) > 1e-3
+    loss(models.Dropout(input=jnp.float32(0.1)))
+    assert len(traces) == 2
+
+    def program(rates):
+        return str(jax.make_jaxpr(lambda: nats(model, params, *batch(), rates=rates))())
+
+    assert "random" not in program(models.Dropout()) + program(None)  # No key is needed either.
+    with pytest.raises(flax.errors.InvalidRngError):
+        program(models.Dropout(output=0.1))
+
+
+# The loss in chunks.
+
+
+def largest_array(jaxpr):
+    sizes = [variable.aval.size for equation in jaxpr.eqns for variable in equation.outvars]
+    inner = [j for equation in jaxpr.eqns for j in core.jaxprs_in_params(equation.params)]
+    return max(sizes + [largest_array(jaxpr) for jaxpr in inner], default=0)
+
+
+@pytest.mark.parametrize("components", [0, 3])
+def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
+    vocab_size, steps = 100, 7  # Chunks of two steps do not divide it.
+    inputs, targets = batch(steps)
+    results, largest = {}, {}
+    logits_of_a_step = B * max(1, components) * vocab_size
+    for most in (1 << 26, 2 * logits_of_a_step + 1):
+        model = models.LanguageModel(
+            vocab_size,
+            H,
+            E,
+            1,
+            "lstm",
+            mixture_components=components,
+            max_logits=most,
+            dtype=jnp.float64,
+        )
+        shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
+
+        @jax.value_and_grad
+        def loss(params, model=model):
+            rngs = {"dropout": jax.random.key(0)}
+            rates = models.Dropout(output=0.3, downprojected=0.3)
+            values, _ = nats(model, params, inputs, targets, rates=rates, rngs=rngs)
+            return (values * jnp.arange(1.0, steps + 1)[None]).sum()
+
+        results[most] = jax.device_get(quick.jit(loss)(fill(shapes)))
+        largest[most] = largest_array(jax.make_jaxpr(loss)(fill(shapes)).jaxpr)
+    whole, chunked = results.values()
+    for a, b in zip(jax.tree.leaves(chunked), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+        assert abs(b).max() > 1e-4
+    whole, chunked = largest.values()
+    assert chunked == 2 * logits_of_a_step < steps * logits_of_a_step == whole
+
+
+# States.
+
+
+def test_two_windows_equal_one_long_window(float64):
+    model, params = make("mixture")
+    inputs, targets = batch()
+    run = quick.jit(functools.partial(nats, model, params))
+    whole, end = run(inputs, targets, model.zero_carry(B))
+    first, middle = run(inputs[:, :3], targets[:, :3], model.zero_carry(B))
+    second, last = run(inputs[:, 3:], targets[:, 3:], middle)
+    np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-10)
+    for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(end), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+    restarted, _ = run(inputs[:, 3:], targets[:, 3:], model.zero_carry(B))
+    assert abs(restarted - second).max() > 1e-3
+
+
+def test_trainable_initial_state_is_used_and_trained(float64):
+    model, params = make("mixture", trainable_initial_state=True)
+    plain, without = make("mixture")
+    assert "initial_state" not in without["stack"]
+    start = params["stack"].pop("initial_state")
+    assert jax.tree.map(np.shape, start) == jax.tree.map(lambda a: a.shape[1:], some_carry(plain))
+
+    def loss(start, carry):
+        if carry is not None:
+            return nats(plain, params, *batch(), carry)[0].sum()
+        stack = {**params["stack"], "initial_state": start}
+        return nats(model, {**params, "stack": stack}, *batch())[0].sum()
+
+    carry = jax.tree.map(lambda leaf: np.stack([leaf] * B), start)
+    run = quick.jit(jax.value_and_grad(loss, (0, 1), allow_int=True))
+    value, (trained, _) = run(start, None)
+    expected, (_, of_carry) = run(start, carry)
+    np.testing.assert_allclose(value, expected, rtol=1e-10)
+    for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(of_carry), strict=True):
+        np.testing.assert_allclose(a, b.sum(0), rtol=1e-8)
+        assert abs(a).max() > 1e-3
+    zeros = jax.tree.map(np.zeros_like, start)
+    assert abs(run(zeros, None)[0] - value) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gates_and_logits_equal_the_numpy_loops(name, float64):
+    model, params = make(name)
+    inputs, _ = batch()
+    carry = some_carry(model)
+
+    @quick.jit
+    def look(params, carry):
+        variables = {"params": params}
+        gates, end = model.apply(variables, inputs, carry, method="gates")
+        logits, expected_end = model.apply(variables, inputs, carry, 0.8, method="logits")
+        return gates, end, jax.nn.log_softmax(logits), expected_end
+
+    gates, end, log_p, expected_end = jax.device_get(look(params, carry))
+    tree = reference.to_numpy((params, carry))
+    xs = tree[0]["embedding"][inputs.T]
+    _, ys, expected = reference.stack(model, tree[0]["stack"], tree[1], xs)
+    assert len(gates) == len(expected) == model.num_layers
+    for found, steps in zip(gates, expected, strict=True):
+        assert found.keys() == steps[0].keys()
+        assert len(found["rounds"]) == dict(model.cell_options).get("rounds", 0)
+        for t, step in enumerate(steps):
+            here = jax.tree.map(lambda leaf, t=t: leaf[t], found)
+            for a, b in zip(jax.tree.leaves(here), reference.leaves(step), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(jax.tree.leaves(end), jax.tree.leaves(expected_end), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    expected = reference.log_probabilities(model, tree[0], ys, 0.8)
+    np.testing.assert_allclose(log_p.swapaxes(0, 1), expected, rtol=1e-10)
+    assert abs(reference.log_probabilities(model, tree[0], ys) - expected).max() > 1e-2
+
+
+def test_encoder_decoder_equals_the_numpy_loops(float64):
+    model = models.EncoderDecoder(
+        V, H, E, num_layers=2, cell_options=dict(rounds=2, rank=2), dtype=jnp.float64
+    )
+    params = fill(jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"])
+    source, inputs = batch(4)
+    targets = inputs[:, ::-1]
+    source_lengths, lengths = np.array([4, 2], np.int32), np.array([3, 4], np.int32)
+
+    @quick.jit
+    def run(params, source_lengths):
+        return nats(model, params, source, inputs, targets, source_lengths, lengths)
+
+    found = run(params, source_lengths)
+    tree = reference.to_numpy(params)
+    expected = reference.encoder_decoder(
+        model, tree, source, source_lengths, inputs, targets, lengths
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    longer = run(params, np.array([4, 4], np.int32))
+    np.testing.assert_array_equal(longer[0], found[0])
+    assert abs(longer[1] - found[1]).max() > 1e-3
+
+
+def test_bfloat16_is_close_and_keeps_float32_where_it_matters(strict_dtypes):
+    inputs, targets = batch()
+    results = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        model, params = make("mixture", dtype=dtype)
+        params = jax.tree.map(np.float32, params)
+
+        @quick.jit
+        @functools.partial(jax.value_and_grad, has_aux=True)
+        def loss(params, model=model):
+            rngs = {"dropout": jax.random.key(0)}
+            values, end = nats(model, params, inputs, targets, None, LENGTHS, RATES, 0.9, rngs=rngs)
+            return values.sum(), (values, end)
+
+        results[dtype] = jax.device_get(loss(params))
+    (_, (values, end)), grads = results[jnp.bfloat16]
+    (_, (expected, _)), expected_grads = results[jnp.float32]
+    assert values.dtype == np.float32
+    assert {(c.dtype.name, h.dtype.name) for c, h in end} == {("float32", "bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    # A bfloat16 has 8 bits; three layers and a projection of sums of a few terms.
+    np.testing.assert_allclose(values, expected, atol=0.05)
+    assert abs(values - expected).max() > 1e-4
+    distance = tree_norm(jax.tree.map(np.subtract, grads, expected_grads))
+    assert distance < 0.05 * tree_norm(expected_grads)
+
+
+# Initial values and counts.
+
+
+def assert_deviation(leaf, deviation):
+    """Of a normal cut at two deviations, corrected so that this is the real one."""
+    leaf, error = np.asarray(leaf, np.float64), 4 / np.sqrt(leaf.size)
+    assert abs(leaf.std() / deviation - 1) < error and abs(leaf.mean()) < error * deviation
+    bound = 2 * deviation / 0.87962566
+    assert 0.98 * bound < abs(leaf).max() < bound * 1.0001
+
+
+def test_embeddings_and_softmax_start_as_in_lamb():
+    sizes = dict(vocab_size=400, hidden_size=150, embedding_size=100, num_layers=1, cell="lstm")
+    initial = {}
+    for components in (0, 2):
+        model = models.LanguageModel(**sizes, mixture_components=components)
+        init = quick.jit(model.init)(jax.random.key(0), **model.example())
+        initial[components] = jax.device_get(init)["params"]
+    plain, mixed = initial[0]["softmax"], initial[2]["softmax"]
+    assert_deviation(initial[0]["embedding"], 100**-0.5)
+    assert_deviation(plain["kernel"], 100**-0.5)
+    assert_deviation(mixed["projection"], 150**-0.5)
+    assert_deviation(mixed["mixture"], 150**-0.5)
+    with pytest.raises(AssertionError):  # The other convention is off by 0.3 %, the bound by 1 %.
+        assert_deviation(1.0029 * plain["kernel"], 100**-0.5)
+    columns = plain["projection"]
+    assert columns.shape == (150, 100)
+    np.testing.assert_allclose(columns.T @ columns, np.eye(100), atol=1e-5)
+    assert not (plain["bias"].any() or mixed["bias"].any() or mixed["projection_bias"].any())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *MODELS.values(),
+        dict(embedding_size=E, cell="mogrifier_no_zigzag", cell_options=dict(gate_bias=False)),
+        dict(embedding_size=H, cell="mlstm", cell_options=dict(layer_norm=True, scaling=True)),
+        dict(embedding_size=H, cell="lstm", cell_options=dict(tied_gates=True, gate_rank=2)),
+        dict(embedding_size=E, cell="mogrifier_elman", mixture_components=2),
+        dict(embedding_size=E, encoder_decoder=True),
+    ],
+)
+def test_formula_counts_the_model(options):
+    options = dict(options)
+    make = models.EncoderDecoder if options.pop("encoder_decoder", 0) else models.LanguageModel
+    model = make(V, H, **options)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert sum(models.count_parameters(model).values()) == count
+    assert sum(models.count_parameters(model.copy(vocab_size=V + 1)).values()) > count
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(mixture_components=1), r"mixture_components 1 must be 0 .* or at least 2"),
+        (dict(mixture_components=-2), r"mixture_components -2 must be 0"),
+        (dict(cell="gru"), r"cell 'gru' is not known; use one of .*mogrifier_gru"),
+        (dict(output="mean"), r"output 'mean' is not known; use 'sum', 'residual' or 'last'"),
+        (dict(state_mask="epoch"), r"state_mask 'epoch' is not known; use 'window' or 'step'"),
+        (dict(num_layers=0), r"num_layers 0 must be at least 1"),
+        (dict(hidden_size=0), r"hidden_size 0 must be at least 1"),
+        (dict(embedding_size=0), r"embedding_size 0 must be at least 1"),
+        (dict(vocab_size=0), r"vocab_size 0 must be at least 1"),
+        (dict(cell_options=dict(rounds=-1)), r"rounds -1 must be 0 .* or more"),
+        (dict(cell_options=dict(rank=9)), r"rank 9 is larger than both .* at most 5"),
+        (dict(remat_window=0), r"remat_window 0 must be at least 1"),
+    ],
+)
+def test_impossible_models_are_refused(options, words):
+    options = {"vocab_size": V, "hidden_size": H, "embedding_size": E, **options}
+    model = models.LanguageModel(**options)
+    with pytest.raises(errors.UsageError, match=words):
+        jax.eval_shape(model.init, jax.random.key(0), **model.example())
+
+
+def test_unknown_cell_is_refused_before_anything_is_built():
+    model = models.LanguageModel(V, H, E, cell="gru")
+    with pytest.raises(errors.UsageError, match=r"cell 'gru' is not known"):
+        model.zero_carry(B)
+    with pytest.raises(errors.UsageError, match=r"cell 'gru' is not known"):
+        models.count_parameters(model)
+
+
+TOKENS = jnp.zeros((B, T), jnp.int32)
+LAYER = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(inputs=TOKENS[0]), r"inputs of shape \(6,\) must be \[batch, time\]"),
+        (dict(inputs=TOKENS[:, :0], targets=TOKENS[:, :0]), r"\(2, 0\) must be .* none .* empty"),
+        (dict(targets=TOKENS[:, :5]), r"targets \(2, 5\) must have the shape of inputs.*\(2, 6\)"),
+        (dict(inputs=TOKENS + 0.5), r"inputs of dtype float32 must be token ids; cast .* int32"),
+        (dict(targets=TOKENS + 0.5), r"targets of dtype float32 must be token ids"),
+        (
+            dict(lengths=jnp.array([1, 2, 3])),
+            r"lengths of shape \(3,\).* one integer for each .* 2",
+        ),
+        (dict(lengths=jnp.array([1.0, 2.0])), r"lengths .*float32 must be one integer for each"),
+        (dict(carry=(LAYER,)), r"must be a tuple of 2, one for each layer; make .* zero_carry"),
+        (dict(carry=LAYER), r"carry float32\[2, 5\] does not fit .*LSTMCarry"),
+        (dict(carry=(LAYER, cells.Carry(LAYER.h))), r"carry Carry.*does not fit .*LSTMCarry"),
+        (dict(carry=(LAYER._replace(h=LAYER.h[:1]), LAYER)), r"\[1, 5\].* does not fit .*\[2, 5\]"),
+        (dict(rates=models.Dropout(input=1.0)), r"dropout rate 1.0 must be .* below 1; use None"),
+        (dict(rates=models.Dropout(state=-0.1)), r"dropout rate -0.1 must be at least 0"),
+    ],
+)
+def test_misfitting_input_of_a_model_is_explained(change, words):
+    model = models.LanguageModel(V, H, E, cell="lstm")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
+    right = dict(inputs=TOKENS, targets=TOKENS, carry=(LAYER, LAYER), lengths=jnp.array([6, 2]))
+    right["rates"] = models.Dropout(input=0.5)
+
+    def attempt(arguments):
+        rngs = {"dropout": jax.random.key(0)}
+        return jax.eval_shape(lambda p: nats(model, p, **arguments, rngs=rngs), shapes)
+
+    attempt(right)
+    with pytest.raises(errors.UsageError, match=words):
+        attempt({**right, **change})
+
+
+@pytest.mark.parametrize("method", ["logits", "gates"])
+def test_other_methods_look_at_their_input_too(method):
+    model = models.LanguageModel(V, H, E, cell="lstm")
+    shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
+
+    def attempt(*arguments):
+        run = functools.partial(model.apply, method=method)
+        return jax.eval_shape(lambda p: run({"params": p}, *arguments), shapes)
+
+    attempt(TOKENS, (LAYER, LAYER))
+    with pytest.raises(errors.UsageError, match=r"inputs of shape \(6,\)"):
+        attempt(TOKENS[0])
+    with pytest.raises(errors.UsageError, match=r"must be a tuple of 2"):
+        attempt(TOKENS, (LAYER,))
+
+
+def test_misfitting_source_is_explained():
+    model = models.EncoderDecoder(V, H, E, cell="lstm")
+    with pytest.raises(errors.UsageError, match=r"source of dtype float32 must be token ids"):
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS + 0.5, TOKENS, TOKENS)
+    with pytest.raises(errors.UsageError, match=r"carry .* does not fit .*\(2, 3\)"):
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS[:1], TOKENS, TOKENS)

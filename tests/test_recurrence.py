@@ -11,8 +11,8 @@ from jax.extend import core
 from mogrifier_jax import cells, layers
 from tests import quick, reference
 
-T, B, D, H = 7, 3, 4, 5
-LENGTHS = (7, 4, 5)
+T, B, D, H = 6, 3, 4, 5
+LENGTHS = (6, 4, 5)
 # Switches that do not matter to the recurrence are left to the cells' own tests.
 VARIANTS = [
     name
@@ -26,7 +26,7 @@ def make_cell(variant, hidden_size=H, **more):
     return layers.CELLS[name](hidden_size, **{**options, **more}, parent=None)
 
 
-def problem(cell, input_size=D, steps=T, batch=B, dtype=np.float64):
+def problem(cell, input_size=D, steps=T, batch=B):
     """Parameters, carry, xs; a mask for each step; which steps are within the examples."""
 
     def init(key):
@@ -36,8 +36,8 @@ def problem(cell, input_size=D, steps=T, batch=B, dtype=np.float64):
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     rng = np.random.default_rng(0)
-    params, carry = jax.tree.map(lambda a: 0.5 * rng.standard_normal(a.shape, dtype), shapes)
-    xs = rng.standard_normal((steps, batch, input_size), dtype)
+    params, carry = jax.tree.map(lambda a: 0.5 * rng.standard_normal(a.shape), shapes)
+    xs = rng.standard_normal((steps, batch, input_size))
     keep = rng.random((steps, batch, cell.hidden_size)) < 0.7
     valid = np.arange(steps)[:, None] < np.array(LENGTHS[:batch])
     return (params, carry, xs), keep, valid
@@ -89,15 +89,20 @@ def test_fast_path_equals_plain_path(variant):
     assert abs(other[0][0] - plain[0][0]) > 1e-3
 
 
-@pytest.mark.parametrize("variant", ["lstm", "mogrifier gru"])
-def test_chunks_and_unrolling_change_nothing(variant):
+@pytest.mark.parametrize(
+    "variant, options",
+    [
+        ("lstm", {"remat_window": 4, "unroll": 2}),
+        ("lstm", {"fast": False, "unroll": 2}),
+        ("mogrifier gru", {"remat_window": 2}),
+        ("mogrifier gru", {"remat_window": 4}),
+        ("mlstm", {"remat_window": 5}),
+    ],
+)
+def test_chunks_and_unrolling_change_nothing(variant, options):
     tree, keep, valid = problem(make_cell(variant))
     expected = solve(variant, tree, keep, valid)
-    assert_equal(solve(variant, tree, keep, valid, remat_window=3, unroll=2), expected)
-    even = ((*tree[:2], tree[2][:6]), keep[:6], valid[:6])
-    expected = solve(variant, *even, fast=False, unroll=2)
-    assert_equal(solve(variant, *even, remat_window=2), expected)
-    assert_equal(solve(variant, *even, remat_window=6), expected)
+    assert_equal(solve(variant, tree, keep, valid, **options), expected)
 
 
 @pytest.mark.parametrize("variant", ["mlstm", "mogrifier"])
@@ -105,20 +110,20 @@ def test_one_mask_for_the_window_is_the_same_mask_at_each_step(variant):
     tree, keep, valid = problem(make_cell(variant))
     repeated = np.broadcast_to(keep[0], keep.shape)
     expected = solve(variant, tree, repeated, valid, fast=False)
-    assert_equal(solve(variant, tree, keep[0], valid, remat_window=3), expected)
-    assert_equal(solve(variant, tree, keep[0], valid, fast=False), expected)
+    assert_equal(solve(variant, tree, keep[0], valid, fast=variant == "mlstm"), expected)
+    assert_equal(solve(variant, tree, keep[0], valid, remat_window=4), expected)
     assert abs(solve(variant, tree, keep, valid, fast=False)[0][0] - expected[0][0]) > 1e-3
 
 
 def test_two_windows_equal_one_long_window():
     variant = "mogrifier low rank"
-    (params, carry, xs), keep, valid = problem(make_cell(variant), steps=8)
-    run = functools.partial(solve, variant, remat_window=3)
+    (params, carry, xs), keep, valid = problem(make_cell(variant))
+    run = functools.partial(solve, variant)
     (_, (end, ys)), _ = run((params, carry, xs), keep, valid)
-    (_, (middle, first)), _ = run((params, carry, xs[:4]), keep[:4], valid[:4])
-    (_, (last, second)), _ = run((params, middle, xs[4:]), keep[4:], valid[4:])
+    (_, (middle, first)), _ = run((params, carry, xs[:3]), keep[:3], valid[:3])
+    (_, (last, second)), _ = run((params, middle, xs[3:]), keep[3:], valid[3:])
     assert_equal((last, np.concatenate([first, second])), (end, ys))
-    (_, (restarted, _)), _ = run((params, carry, xs[4:]), keep[4:], valid[4:])
+    (_, (restarted, _)), _ = run((params, carry, xs[3:]), keep[3:], valid[3:])
     assert abs(restarted.h - end.h).max() > 1e-3
 
 
@@ -128,20 +133,18 @@ def test_two_windows_equal_one_long_window():
     + [("mogrifier all", False)],
 )
 def test_bfloat16_is_close_and_keeps_c_and_gradients_in_float32(variant, fast, strict_dtypes):
-    tree, keep, valid = problem(make_cell(variant), dtype=np.float32)
-    results = {}
-    for dtype in (jnp.float32, jnp.bfloat16):
-        layer = layers.Layer(make_cell(variant, dtype=dtype), fast=fast)
-        params, carry, xs = tree
-        carry = carry._replace(h=carry.h.astype(dtype))
-        run = quick.jit(jax.value_and_grad(objective(layer), has_aux=True))
-        results[dtype] = jax.device_get(run((params, carry, xs.astype(dtype)), keep, valid))
-    (_, (carry, ys)), (d_params, d_carry, d_xs) = results[jnp.bfloat16]
+    tree, keep, valid = problem(make_cell(variant))
+    (_, (_, expected)), (d_expected, _, _) = solve(variant, tree, keep, valid)
+    params, carry, xs = jax.tree.map(np.float32, tree)
+    carry = carry._replace(h=carry.h.astype(jnp.bfloat16))
+    layer = layers.Layer(make_cell(variant, dtype=jnp.bfloat16), fast=fast)
+    run = quick.jit(jax.value_and_grad(objective(layer), has_aux=True))
+    found = jax.device_get(run((params, carry, xs.astype(jnp.bfloat16)), keep, valid))
+    (_, (carry, ys)), (d_params, d_carry, d_xs) = found
     assert ys.dtype == carry.h.dtype == d_carry.h.dtype == d_xs.dtype == jnp.bfloat16
     if isinstance(carry, cells.LSTMCarry):
         assert carry.c.dtype == d_carry.c.dtype == np.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(d_params)} == {np.dtype(np.float32)}
-    (_, (_, expected)), (d_expected, _, _) = results[jnp.float32]
     # A bfloat16 has 8 bits: 0.4 % for each rounding, of which a step makes a few.
     np.testing.assert_allclose(ys.astype(np.float32), expected, atol=0.03)
     assert abs(ys.astype(np.float32) - expected).max() > 1e-4
@@ -168,7 +171,7 @@ def arrays(jaxpr):
 
 def gradient_program(cell, tree, **options):
     gradient = jax.grad(objective(layers.Layer(cell, **options)), has_aux=True)
-    return jax.make_jaxpr(gradient)(tree, None, None).jaxpr
+    return jax.make_jaxpr(gradient)(jax.tree.map(np.float32, tree), None, None).jaxpr
 
 
 def carried_sizes(jaxpr):
@@ -180,11 +183,11 @@ def carried_sizes(jaxpr):
     return sizes
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "normed" not in name])
 def test_backward_scan_accumulates_no_weight_gradients(variant):
     # Primes, so that a size tells what an array is.
     cell = make_cell(variant, hidden_size=13)
-    tree, _, _ = problem(cell, input_size=11, dtype=np.float32)
+    tree, _, _ = problem(cell, input_size=11)
     matrices = {
         leaf.size
         for path, leaf in jax.tree.leaves_with_path(tree[0])
@@ -200,7 +203,7 @@ def test_backward_scan_accumulates_no_weight_gradients(variant):
 
 def test_remat_keeps_less():
     cell = make_cell("mogrifier low rank", hidden_size=13)
-    tree, _, _ = problem(cell, input_size=11, steps=64, batch=2, dtype=np.float32)
+    tree, _, _ = problem(cell, input_size=11, steps=64, batch=2)
     program = functools.partial(gradient_program, cell, tree)
     whole, chunked = (max(arrays(program(**options))) for options in ({}, {"remat_window": 8}))
     gates = 64 * 2 * 4 * 13
@@ -209,11 +212,13 @@ def test_remat_keeps_less():
 
 def test_remat_needs_less_memory():
     cell = make_cell("mogrifier low rank", hidden_size=64)
-    tree, _, _ = problem(cell, input_size=64, steps=128, batch=2, dtype=np.float32)
+    tree, _, _ = problem(cell, input_size=64, steps=128, batch=2)
     needed = {}
     for window in (None, 16):
         layer = layers.Layer(cell, remat_window=window)
         gradient = quick.jit(jax.grad(objective(layer), has_aux=True))
-        memory = gradient.lower(tree, None, None).compile().memory_analysis()
+        memory = (
+            gradient.lower(jax.tree.map(np.float32, tree), None, None).compile().memory_analysis()
+        )
         needed[window] = memory.temp_size_in_bytes
     assert needed[16] < 0.5 * needed[None]
