@@ -110,6 +110,11 @@ def train() -> None:
 
     workdir = _WORKDIR.value or default_workdir()
     training.train_and_evaluate(_CONFIG.value, workdir, profile_steps=_PROFILE.value)
+    if jax.process_count() == 1 and _CONFIG.value.data.name != "reverse_copy":
+        from mogrifier_jax import sample as sampling
+
+        print("A sample of what it has learnt:\n")
+        sampling.show(workdir, length=400, temperature=0.7)
 
 
 def default_workdir() -> str:

@@ -96,12 +96,19 @@ def check(vocab, model, prompt, length, temperature, top_k, top_p, num_samples) 
         )
 
 
-def run(workdir: str, *, prompt: str, num_samples: int = 1, **options: Any) -> None:
-    """`--mode=sample`: one sample streams to the terminal, several follow each other."""
+def run(workdir: str, *, prompt: str, **options: Any) -> None:
+    """`--mode=sample`: text that goes on from a prompt."""
+    if not workdir:
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
     if prompt == "":
         raise errors.UsageError(
             "--prompt is empty; give the beginning of a text, such as --prompt='The '"
         )
+    show(workdir, prompt=prompt, **options)
+
+
+def show(workdir: str, *, prompt: str = "", num_samples: int = 1, **options: Any) -> None:
+    """One sample streams to the terminal, several follow each other."""
     trained = pretrained.load_weights(workdir)
     vocab = trained.vocabulary
     drawn = generate(
