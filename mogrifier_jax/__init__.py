@@ -1,3 +1,45 @@
-"""Mogrifier LSTM in JAX and Flax."""
+"""Mogrifier LSTM in JAX and Flax.
+
+    import jax, jax.numpy as jnp, flax.linen as nn
+    from mogrifier_jax import MogrifierLSTMCell
+
+    rnn = nn.RNN(MogrifierLSTMCell(hidden_size=64, rounds=5, rank=16))
+    ys, variables = rnn.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))
+
+What is listed here is the public interface; it is imported when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mogrifier_jax.layers import LSTMCell as LSTMCell
+    from mogrifier_jax.layers import MLSTMCell as MLSTMCell
+    from mogrifier_jax.layers import Mogrifier as Mogrifier
+    from mogrifier_jax.layers import MogrifierElmanCell as MogrifierElmanCell
+    from mogrifier_jax.layers import MogrifierGRUCell as MogrifierGRUCell
+    from mogrifier_jax.layers import MogrifierLSTMCell as MogrifierLSTMCell
+    from mogrifier_jax.models import LanguageModel as LanguageModel
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LSTMCell": "layers",
+    "LanguageModel": "models",
+    "MLSTMCell": "layers",
+    "Mogrifier": "layers",
+    "MogrifierElmanCell": "layers",
+    "MogrifierGRUCell": "layers",
+    "MogrifierLSTMCell": "layers",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]
