@@ -3,14 +3,13 @@
     python -m mogrifier_jax.main --mode=preflight --config=experiments/enwik8.py --topology=v5e:2x2
 
 The program is the one that training runs, `log_every` steps in one dispatch, with the shardings
-of `partitioning.py` on the described chips; every number is for one of its steps. `targets.py`
-knows the chips, `compiled.py` reads the program, `flops.py` counts before compilation. Letters:
-B stripes, T window, V vocabulary.
+of `partitioning.py` on the described chips; every number is for one of its steps. Around it:
+`abstract_tasks.py` stands in for the data, `targets.py` knows the chips, `compiled.py` reads the
+program, `flops.py` counts before compilation.
 """
 
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import json
 import math
@@ -20,36 +19,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
 from mogrifier_jax import (
+    abstract_tasks,
     compiled,
-    corpora,
-    data,
-    episodes,
     errors,
     flops,
     models,
     partitioning,
     progress,
     targets,
-    tasks,
     train,
 )
 
-# Vocabulary, unit, training tokens and lines of corpora that need not be here.
-CORPORA = {
-    "ptb": (10_001, "word", 929_589, 42_068),
-    "ptb_char": (51, "character", 5_017_483, 42_069),
-    "wikitext2": (33_279, "word", 2_088_628, 36_718),
-    "enwik8": (206, "byte", 90_000_001, 1_017_183),
-    # Of the paper's order of magnitude: the corpus itself is not at hand.
-    "mwc": (300, "character", 10_000_000, 100_000),
-}
-ASSUMED = {"mwc": "the size of the mwc corpus is assumed: 300 characters, 10M of text"}
 _GIB = 1024**3
 
 
@@ -124,8 +108,7 @@ def run(
 def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
     """Compiles the train step of a config for a target and reads what it will cost."""
     mesh = _mesh(config, target)
-    corpus = _corpus(config.data)
-    task = abstract_task(config.data, corpus, mesh)
+    task = abstract_tasks.make_task(config.data, mesh)
     made = train.make_run(config, mesh, task)
     state, count = made.abstract_state(), max(1, config.get("log_every", 20))
     traced = made.jit_steps().trace(state, task.stream, made.hyper, num_steps=count)
@@ -138,12 +121,13 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         window=config.data.window,
         steps=made.rules.turns * made.rules.steps_per_turn,
         dtype=str(config.model.dtype),
-        vocab_size=corpus[0],
+        vocab_size=len(task.vocabulary),
         parameters=sum(models.count_parameters(made.model).values()),
         flops=flops.of_jaxpr(traced.jaxpr) // count,
         memory=target.chip.memory,
     )
-    notes = [ASSUMED[config.data.name]] if config.data.name in ASSUMED else []
+    assumed = abstract_tasks.ASSUMED.get(config.data.name)
+    notes = [assumed] if assumed else []
     started = time.perf_counter()
     try:
         program = traced.lower().compile()
@@ -199,65 +183,10 @@ def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> li
     return sorted(reports, key=lambda r: (not r.fits, r.seconds, r.needed))
 
 
-def abstract_task(section: Any, corpus: tuple[int, str, int, int], mesh: Any) -> tasks.Task:
-    """The task of `config.data` on chips that are not here: shapes and shardings, no text."""
-    vocab_size, unit, num_tokens, num_lines = corpus
-    options = {k: v for k, v in section.items() if k != "drop_state_probability"}
-    if section.name == "reverse_copy":
-        return tasks.make_task(jax.random.key(0), None, **options)
-
-    def leaf(*shape, dtype=jnp.int32, axes=()):
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    dtype = np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
-    shared = dict(tokens=leaf(num_tokens, dtype=dtype), eos=leaf())
-    shared["key"] = leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype)
-    size, window = section.batch_size, section.window
-    episodic = section.get("episodic", False)
-    if episodic:
-        stream: Any = episodes.LineStream(bounds=leaf(num_lines + 1), **shared)
-        batch_at: Any = functools.partial(episodes.train_lines, batch_size=size, window=window)
-    else:
-        stripes = leaf(size, axes=["data"])
-        stream = data.TrainStream(
-            line_starts=leaf(num_lines), stripes=stripes, bases=stripes, **shared
-        )
-        batch_at = functools.partial(data.train_window, window=window)
-    return tasks.Task(
-        range(vocab_size),
-        unit,
-        encoder_decoder=False,
-        carries=not episodic,
-        stream=stream,
-        batch_at=batch_at,
-        plan=None,
-        num_lines=lambda split: num_lines,
-        summary=(),
-    )
-
-
 def _mesh(config: config_dict.ConfigDict, target: targets.Target) -> jax.sharding.Mesh:
     """The mesh of the config on the target, neighbours in the torus kept together."""
     shape = partitioning.mesh_shape(config.mesh.data, config.mesh.model, target.num_chips)
     return targets.mesh(target, *shape)
-
-
-def _corpus(section: Any) -> tuple[int, str, int, int]:
-    """Vocabulary size, unit, tokens and lines; a corpus that is not in the table is loaded."""
-    if section.name in CORPORA:
-        return CORPORA[section.name]
-    options = {"batch_size", "window", "drop_state_probability", "episodic"}
-    if section.name == "reverse_copy":
-        task = tasks.make_task(
-            jax.random.key(0),
-            None,
-            **{k: v for k, v in section.items() if k != "drop_state_probability"},
-        )
-        return len(task.vocabulary), "word", 0, 0
-    corpus = corpora.load_corpus(**{k: v for k, v in section.items() if k not in options})
-    split = corpus.train
-    return len(corpus.vocabulary), corpus.unit, len(split.tokens), len(split.line_starts)
 
 
 def _bytes_by_kind(state: Any, stream: Any, memory: compiled.Memory) -> dict[str, int]:
@@ -292,7 +221,7 @@ def shard_bytes(tree: Any) -> int:
 def describe(report: Report) -> str:
     """A report for people."""
     verdict = "fits" if report.fits else "DOES NOT FIT"
-    asked = f"{report.needed / _GIB:.2f}" if report.needed else "more than"
+    asked = _size(report.needed) if report.needed else "more"
     sections = {
         "program": [
             ("chips", f"{report.topology}, data {report.data} x model {report.model}"),
@@ -301,8 +230,8 @@ def describe(report: Report) -> str:
             ("matmul FLOPs of a step", progress.quantity(report.flops)),
         ],
         f"memory of each chip: {verdict}": [
-            ("needed / there is, GiB", f"{asked} / {report.memory / _GIB:.2f}"),
-            *((f"  {kind}", f"{size / _GIB:.3f}") for kind, size in report.bytes.items()),
+            ("needed, of", f"{asked}, {_size(report.memory)}"),
+            *((f"  {kind}", _size(size)) for kind, size in report.bytes.items()),
         ],
     }
     if report.time_from:
@@ -311,7 +240,7 @@ def describe(report: Report) -> str:
             ("milliseconds", f"{1e3 * report.seconds:.1f}"),
             ("  in collectives", f"{1e3 * report.collective_seconds:.1f} ({share:.0%})"),
             *(
-                (f"  {kind}", f"{times:,.0f} times, {size / 2**20:,.1f} MiB")
+                (f"  {kind}", f"{times:,.0f} times, {_size(size)}")
                 for kind, (times, size) in report.collectives.items()
             ),
             ("tokens per second", f"{report.tokens_per_second:,.0f}"),
@@ -330,9 +259,13 @@ def compare(reports: list[Report]) -> str:
 def _row(report: Report) -> str:
     verdict = "fits" if report.fits else "does not fit"
     return (
-        f"data {report.data} x model {report.model}: {verdict}, {report.needed / _GIB:.2f} GiB, "
+        f"data {report.data} x model {report.model}: {verdict}, {_size(report.needed)}, "
         f"{1e3 * report.seconds:.1f} ms a step, {report.tokens_per_second:,.0f} tokens/s"
     )
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.2f} MiB"
 
 
 def write_json(path: str, reports: list[Report]) -> None:
