@@ -34,7 +34,7 @@ def write_run_files(
     if path.exists() and path.read_text() != vocabulary_json:
         raise errors.UsageError(
             f"the vocabulary of the corpus is not the one in {path}; use the corpus that the run "
-            "was started with, or another workdir"
+            "was started with, restore the file if it is damaged, or use another workdir"
         )
     if jax.process_index() != 0:
         return
@@ -82,7 +82,13 @@ def check_config(
     Args:
       ignore: keys, or sections such as "mesh", that may change: they do not move the result.
     """
-    if not (pathlib.Path(workdir) / "config.json").exists():
+    workdir = pathlib.Path(workdir)
+    if not (workdir / "config.json").exists():
+        if any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*")):
+            raise errors.UsageError(
+                f"{workdir} has checkpoints but no config.json that says of what run; restore it "
+                "from a copy, or use another workdir"
+            )
         return
     saved, requested = _flatten(read_config(workdir)), _flatten(config)
     differences = [

@@ -1,0 +1,508 @@
+"""Whole runs: exact after any interruption, on any mesh, refused early, stopped in order."""
+
+import copy
+import json
+import math
+import os
+import pathlib
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import logging
+from jax.experimental.compilation_cache import compilation_cache
+from ml_collections import config_dict
+
+from experiments import pydoc
+from mogrifier_jax import checkpoints, corpora, errors, evaluate, metrics, train, workdirs
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = {
+    "log_every": 2,
+    "data.batch_size": 8,
+    "data.window": 4,
+    "model.num_layers": 1,
+    "model.hidden_size": 8,
+    "model.rounds": 1,
+    "model.rank": 2,
+    "averaging.trigger_at_the_latest": 1,
+    "evaluation.temperature_tokens": 64,
+    "evaluation.max_windows": 2,
+}
+# Two turns of four steps, each in two dispatches.
+FILES = {
+    *("checkpoints", "config.json", "learning_curve.png", "metrics.jsonl", "results.json"),
+    *("speed.jsonl", "tensorboard", "version.json", "vocabulary.json"),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory):
+    """Runs share their compiled programs, also those in other processes."""
+    options = {
+        "jax_disable_most_optimizations": (True, False),
+        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("compiled")), None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
+    }
+
+    def update(which):
+        for name, values in options.items():
+            jax.config.update(name, values[which])
+        compilation_cache.reset_cache()
+
+    update(0)
+    logging.set_verbosity(logging.INFO)
+    yield {name.upper(): str(value) for name, (value, _) in options.items()}
+    update(1)
+
+
+def make_config(overrides=None):
+    """The config of the tiny runs below, which differ in a few keys."""
+    config = pydoc.get_config("tiny")
+    with config.unlocked():
+        for name, value in (SMALL | (overrides or {})).items():
+            *sections, key = name.split(".")
+            section = config
+            for part in sections:
+                section = section[part]
+            section[key] = value
+    return config
+
+
+def records(workdir, kind, key):
+    return [record[key] for record in metrics.read_metrics(workdir) if record["kind"] == kind]
+
+
+def restore(config, workdir, which="latest"):
+    with checkpoints.Checkpoints(workdir, read_only=True) as saved:
+        return saved.restore(train.make_run(config).abstract_state(), which=which)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The workdir of a run that nothing happened to."""
+    workdir = tmp_path_factory.mktemp("unbroken")
+    train.train_and_evaluate(make_config(), str(workdir))
+    return workdir
+
+
+@pytest.fixture
+def workdir(unbroken, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(unbroken, tmp_path / "run")
+
+
+def remove_newest(workdir):
+    """As if the run had been killed in its last turn."""
+    for path in (workdir / "checkpoints").glob("8"):
+        shutil.rmtree(path)
+
+
+def assert_same_metrics(workdir, unbroken):
+    assert (workdir / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
+
+
+def test_a_run_leaves_all_it_should(unbroken):
+    assert {path.name for path in unbroken.iterdir()} == FILES
+    assert records(unbroken, "train", "step") == [2, 4, 6, 8]
+    assert records(unbroken, "eval", "step") == [0, 4, 8]
+    assert records(unbroken, "eval", "averaged") == [False, False, True]
+    results = json.loads((unbroken / "results.json").read_text())
+    assert results["valid_nats"] == pytest.approx(min(records(unbroken, "eval", "valid_nats")))
+    assert results["test_bpc"] == pytest.approx(results["test_nats"] / math.log(2))
+    assert (unbroken / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any((unbroken / "tensorboard").iterdir())
+
+
+def test_a_finished_run_stays_finished(workdir, unbroken):
+    (workdir / "results.json").unlink()
+    results = train.train_and_evaluate(make_config(), str(workdir))
+    assert_same_metrics(workdir, unbroken)
+    assert results == json.loads((unbroken / "results.json").read_text())
+
+
+def test_another_seed_gives_other_metrics(tmp_path, unbroken):
+    train.train_and_evaluate(make_config({"seed": 2}), str(tmp_path))
+    other, here = (records(folder, "train", "loss_nats") for folder in (tmp_path, unbroken))
+    assert all(abs(a - b) > 1e-4 for a, b in zip(other, here, strict=True))
+
+
+DRIVER = """
+import os, sys
+from mogrifier_jax import checkpoints, main, metrics
+
+method, step, number = sys.argv.pop(1).split(":")
+
+def kill_after(cls, name, matches):
+    original = getattr(cls, name)
+    def wrapped(self, *args, **options):
+        original(self, *args, **options)
+        if matches(*args):
+            os.kill(os.getpid(), int(number))
+    setattr(cls, name, wrapped)
+
+if method == "save":  # Which goes on in the background.
+    kill_after(checkpoints.Checkpoints, "save", lambda at, *_: at == int(step))
+else:
+    kill_after(metrics.MetricWriter, "write", lambda at, kind: (kind, at) == (method, int(step)))
+main.run()
+"""
+
+
+def start(workdir, compiled, moment, terminal=False):
+    """The run as a command that is struck by a signal at some moment: (exit code, its output)."""
+    overrides = [f"--config.{name}={value}" for name, value in SMALL.items()]
+    arguments = ["--config=experiments/pydoc.py:tiny", f"--workdir={workdir}", *overrides]
+    command = [sys.executable, "-c", DRIVER, moment, *arguments]
+    environment = os.environ | compiled | {"PYTHONPATH": str(ROOT)}
+    if not terminal:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
+        return done.returncode, done.stderr
+    screen, side = pty.openpty()
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=side, stdout=side) as process:
+        os.close(side)
+        shown = b""
+        try:
+            while piece := os.read(screen, 4096):
+                shown += piece
+        except OSError:  # How the end of a terminal is told.
+            pass
+    os.close(screen)
+    return process.returncode, shown.decode()
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_gives_the_metrics_of_the_unbroken_one(
+    tmp_path, unbroken, compiled_once
+):
+    code, output = start(tmp_path, compiled_once, f"train:2:{signal.SIGTERM:d}")
+    assert code == errors.Interrupted.exit_code == 75, output
+    assert "SIGTERM: saving and stopping" in output
+    assert "Interrupted: stopped at step 2" in output and "Traceback" not in output
+    # The table comes before the first turn, and without a terminal there is no bar.
+    assert 0 < output.index("parameters") < output.index("turn 0/2: valid")
+    assert "%|" not in output
+    assert (tmp_path / "checkpoints" / "2").exists()
+
+    code, output = start(tmp_path, compiled_once, f"save:4:{signal.SIGKILL:d}")
+    assert code == -signal.SIGKILL, output
+    assert "resuming at step 2" in output
+
+    code, output = start(tmp_path, compiled_once, f"train:6:{signal.SIGKILL:d}")
+    assert code == -signal.SIGKILL, output
+    # Readable at any moment, and ahead of the checkpoint.
+    assert records(tmp_path, "train", "step") == [2, 4, 6]
+    assert not (tmp_path / "checkpoints" / "6").exists()
+
+    code, output = start(tmp_path, compiled_once, "never:0:0", terminal=True)
+    assert code == 0, output
+    assert "%|" in output and "tok/s" in output and "learning_curve.png" in output
+    assert_same_metrics(tmp_path, unbroken)
+    assert (tmp_path / "results.json").read_bytes() == (unbroken / "results.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved"), [(("eval", 4), 4), (("train", 4), 4), (("train", 6), 6)]
+)
+def test_a_stop_is_in_order_wherever_it_is_asked_for(
+    tmp_path, unbroken, monkeypatch, moment, saved
+):
+    write = metrics.MetricWriter.write
+
+    def write_and_signal(self, step, kind, **values):
+        write(self, step, kind, **values)
+        if (kind, step) == moment:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.MetricWriter, "write", write_and_signal)
+        with pytest.raises(errors.Interrupted, match=f"stopped at step {saved}, saved in"):
+            train.train_and_evaluate(make_config(), str(tmp_path))
+    assert checkpoints.read_info(tmp_path).step == saved
+    train.train_and_evaluate(make_config(), str(tmp_path))
+    assert_same_metrics(tmp_path, unbroken)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(workdir, unbroken, caplog):
+    for path in (workdir / "checkpoints" / "8" / "state").glob("**/d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    train.train_and_evaluate(make_config(), str(workdir))
+    assert "checkpoint of step 8 is damaged" in caplog.text
+    assert "resuming at step 4" in caplog.text
+    assert_same_metrics(workdir, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_devices(workdir, unbroken, monkeypatch):
+    remove_newest(workdir)
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    train.train_and_evaluate(make_config({"mesh.data": 1, "mesh.model": 2}), str(workdir))
+    for kind, key in (("train", "loss_nats"), ("train", "grad_norm"), ("eval", "valid_nats")):
+        here, there = records(workdir, kind, key), records(unbroken, kind, key)
+        np.testing.assert_allclose(here, there, rtol=1e-5)
+        assert abs(there[-1] / there[-2] - 1) > 1e-3  # Or else any would do.
+
+
+def test_another_config_is_refused_with_the_difference(workdir):
+    with pytest.raises(errors.UsageError) as refused:
+        train.train_and_evaluate(
+            make_config({"optimizer.learning_rate": 0.5, "model.rank": 3}), str(workdir)
+        )
+    assert "model.rank: 2 (in the workdir) vs 3 (requested)" in str(refused.value)
+    assert "learning_rate: 0.004 (in the workdir) vs 0.5 (requested)" in str(refused.value)
+    assert "log_every" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "vocabulary.json").write_text('{"tok'), "vocabulary.json"),
+        (lambda path: (path / "config.json").write_text('{"seed'), "config.json is not valid JSON"),
+        (lambda path: (path / "config.json").unlink(), "has checkpoints but no config.json"),
+    ],
+)
+def test_a_damaged_workdir_is_refused(workdir, damage, words):
+    damage(workdir)
+    before = (workdir / "metrics.jsonl").read_bytes()
+    with pytest.raises(errors.UsageError, match=words):
+        train.train_and_evaluate(make_config(), str(workdir))
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_diverges_says_so_and_keeps_what_is_good(workdir):
+    remove_newest(workdir)
+    (workdir / "config.json").unlink()
+    config = make_config({"optimizer.learning_rate": 1e30})
+    workdirs.write_run_files(workdir, config, workdirs.read_vocabulary(workdir))
+    with pytest.raises(errors.Diverged) as stopped:
+        train.train_and_evaluate(config, str(workdir))
+    assert stopped.value.exit_code == 3
+    for words in (
+        "the loss of step 6",
+        "checkpoint is that of step 4",
+        "learning_rate (now 1e+30)",
+    ):
+        assert words in str(stopped.value)
+    assert math.isnan(float(metrics.read_metrics(workdir)[-1]["loss_nats"]))
+    for which in ("latest", "best"):
+        good = restore(config, workdir, which)
+        assert good.step == 4
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(good.state.params))
+
+
+def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
+    """A stop may be asked for between the step that breaks them and the loss that shows it."""
+    train_some = train.Loop.train_some
+
+    def break_weights(self, state, done):
+        state = train_some(self, state, done)
+        signal.raise_signal(signal.SIGTERM)
+        return state.replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params))
+
+    monkeypatch.setattr(train.Loop, "train_some", break_weights)
+    with pytest.raises(errors.Diverged, match=r"a weight is not finite.* that of step 0"):
+        train.train_and_evaluate(make_config(), str(tmp_path))
+    assert checkpoints.read_info(tmp_path).step == 0
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
+    scores = evaluate.Scores(train_nats=1.0, valid_nats=math.inf, temperature=1.0)
+    monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", lambda self, params: scores)
+    with pytest.raises(errors.Diverged, match="validation cross-entropy of turn 0 is not finite"):
+        train.train_and_evaluate(make_config(), str(tmp_path))
+    assert checkpoints.read_info(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
+    tmp_path, unbroken, monkeypatch, caplog
+):
+    trained, evaluated = [], []
+    train_some, evaluate_weights = train.Loop.train_some, evaluate.TurnEvaluation.__call__
+
+    def note_trained(self, state, done):
+        state = train_some(self, state, done)
+        trained.append(jax.device_get(state.params))
+        return state
+
+    def note_evaluated(self, params):
+        evaluated.append(jax.device_get(params))
+        return evaluate_weights(self, params)
+
+    monkeypatch.setattr(train.Loop, "train_some", note_trained)
+    monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", note_evaluated)
+    train.train_and_evaluate(make_config({"log_every": 1}), str(tmp_path))
+    assert len(trained) == 8 and len(evaluated) == 3
+
+    def assert_equal(a, b, **tolerance):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+    # Until its turn is over the weights are evaluated as they are.
+    assert_equal(evaluated[1], trained[3], rtol=0)
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float64), *trained[4:])
+    assert_equal(evaluated[2], mean, rtol=1e-5, atol=1e-6)
+    moved = abs(trained[7]["embedding"] - evaluated[2]["embedding"]).max()
+    assert moved > 1e-3  # The last weights are not the mean.
+    assert "averaging starts" in caplog.text
+    # How often a run reports does not change what it computes.
+    for key in ("valid_nats", "train_nats"):
+        here, there = records(tmp_path, "eval", key), records(unbroken, "eval", key)
+        np.testing.assert_allclose(here, there, rtol=1e-6)
+    assert records(tmp_path, "train", "step") == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_two_tailed_averaging_runs_to_the_end(tmp_path):
+    config = make_config({"averaging.kind": "two_tailed"})
+    results = train.train_and_evaluate(config, str(tmp_path))
+    assert records(tmp_path, "eval", "averaged") == [False, True, True]
+    assert results["valid_nats"] == pytest.approx(min(records(tmp_path, "eval", "valid_nats")))
+    average = restore(config, tmp_path).state.average
+    # Each evaluation was won by the short tail, which went on from there as the long one.
+    assert (int(average.short.n), int(average.long.n)) in {(0, 4), (0, 8), (4, 8), (8, 8)}
+
+
+def test_the_learning_rate_drops_and_the_run_stops_when_nothing_improves(tmp_path, caplog):
+    config = make_config(
+        {
+            "optimizer.learning_rate": 1e-30,
+            "schedule.turns": 9,
+            "schedule.drop_learning_rate_turns": 0,
+            "schedule.drop_learning_rate_multiplier": 0.5,
+            "schedule.early_stopping_turns": 2,
+        }
+    )
+    results = train.train_and_evaluate(config, str(tmp_path))
+    rates = np.array(records(tmp_path, "train", "learning_rate"))
+    np.testing.assert_allclose(rates, [*[1e-30] * 2, *[5e-31] * 2, *[2.5e-31] * 2])
+    assert results["best_turn"] == 0 and len(records(tmp_path, "eval", "step")) == 4
+    assert "stopping: no improvement since turn 0" in caplog.text
+    # And it stays where it stopped.
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    train.train_and_evaluate(config, str(tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_lines_that_stand_alone_train_their_initial_state(tmp_path):
+    config = make_config({"data.window": 10, "log_every": 4})
+    with config.unlocked():
+        config.data.episodic = True
+        config.model.trainable_initial_state = True
+    train.train_and_evaluate(config, str(tmp_path))
+    state = restore(config, tmp_path).state
+    assert state.carry == ()
+    first = train.make_run(config).init_state()
+    for before, after in zip(
+        *(jax.tree.leaves(s.params["stack"]["initial_state"]) for s in (first, state)), strict=True
+    ):
+        assert not before.any() and abs(after).min() > 1e-3
+
+
+@pytest.mark.slow
+def test_the_reverse_copy_task_is_learnt_from(tmp_path):
+    config = make_config({"log_every": 4})
+    with config.unlocked():
+        config.data = dict(
+            name="reverse_copy",
+            batch_size=8,
+            window=6,
+            length=5,
+            vocab_size=20,
+            num_train=64,
+            num_valid=16,
+            num_test=16,
+        )
+        for key in ("tied_embeddings", "mixture_components"):
+            del config.model[key]
+        config.evaluation.softmax_temperature = 1.0
+    results = train.train_and_evaluate(config, str(tmp_path))
+    valid = records(tmp_path, "eval", "valid_nats")
+    assert valid[0] == pytest.approx(math.log(23), rel=0.01) and valid[-1] < valid[0]
+    assert results["test_ppl"] < 23
+
+
+def bad(section, **changes):
+    """A config with keys set that it does not have, or to what cannot be."""
+    config = make_config()
+    with config.unlocked():
+        (config[section] if section else config).update(changes)
+    return config
+
+
+def without(section, key):
+    config = make_config()
+    with config.unlocked():
+        del (config[section] if section else config)[key]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (bad("", sead=1), "config.sead is read by nothing; did you mean seed?"),
+        (bad("data", batch_size=7), "batch_size 7 is not a multiple of the data axis (8); try 8"),
+        (bad("data", drop_state_probability=2.0), "drop_state_probability 2.0 is not a prob"),
+        (bad("model", roundz=1), "model.roundz is not an option; did you mean rounds"),
+        (bad("model", num_layers=0), "num_layers 0 must be at least 1"),
+        (bad("model", output="some"), "output 'some' is not known"),
+        (bad("dropout", imput=0.1), "config.dropout.imput is read by nothing; did you mean input"),
+        (bad("dropout", input=1.0), "dropout.input 1.0 is not a probability"),
+        (bad("optimizer", learning_rat=1.0), "config.optimizer.learning_rat is read by nothing"),
+        (bad("optimizer", learning_rate=-1.0), "optimizer.learning_rate -1.0 must be 0 or more"),
+        (bad("optimizer", name="adamw"), "optimizer.name 'adamw' is unknown"),
+        (bad("optimizer", accumulate=0), "optimizer.accumulate 0"),
+        (bad("optimizer", accumulate_reduce="max"), "accumulate_reduce 'max'"),
+        (bad("averaging", trigger_turn=1), "config.averaging.trigger_turn is read by nothing"),
+        (bad("averaging", kind="ema"), "averaging.kind 'ema' is unknown"),
+        (bad("schedule", turnz=1), "config.schedule.turnz is read by nothing; did you mean turns"),
+        (bad("evaluation", windows=1), "config.evaluation.windows is read by nothing"),
+        (bad("evaluation", train_windows=0), "evaluation.train_windows 0 must be at least 1"),
+        (bad("mesh", datta=1), "config.mesh.datta is read by nothing; did you mean data"),
+        (bad("", log_every=0), "log_every 0 must be at least 1"),
+        (without("", "optimizer"), "config lacks optimizer"),
+        (without("schedule", "turns"), "config.schedule lacks turns"),
+        (without("optimizer", "l2_penalty"), "config.optimizer lacks l2_penalty"),
+        (without("data", "window"), "config.data lacks window"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_corpus_is_read(config, words, monkeypatch, tmp_path):
+    def read(name, **options):
+        pytest.fail("a corpus was read")
+
+    monkeypatch.setattr(corpora, "load_corpus", read)
+    with pytest.raises(errors.UsageError) as refused:
+        train.train_and_evaluate(config, str(tmp_path / "run"))
+    assert words in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_corpus_are_refused_before_it_is_read(tmp_path):
+    with pytest.raises(errors.UsageError, match="corpus 'pydoc' has no option 'windo'"):
+        train.make_run(bad("data", windo=3))
+
+
+def test_dropout_rates_of_nothing_are_taken_away():
+    config = make_config({"dropout.input": 0.0, "dropout.state": 0.25, "dropout.output": 0.5})
+    dropout = train.make_run(config).hyper.dropout
+    assert dropout.input is None and dropout.state == 0.25
+    # Nothing is projected, so there is nothing to drop behind it; with a projection, as output.
+    assert dropout.downprojected is None
+    projecting = copy.deepcopy(config)
+    projecting.model.embedding_ratio = 0.5
+    assert train.make_run(projecting).hyper.dropout.downprojected == 0.5
+    projecting.dropout.downprojected = 0.1
+    assert train.make_run(projecting).hyper.dropout.downprojected == 0.1
+    assert isinstance(config, config_dict.ConfigDict)
