@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -126,8 +127,17 @@ def test_roll_call_notices_a_number_given_twice():
         assert "two processes say that they are process 1" in message
 
 
+# Programs compiled by one test serve the next.
+CACHE = tempfile.TemporaryDirectory(prefix="compiled")
+
+
 def environment():
-    return os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": CACHE.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def start(processes, workdir, *flags, restarts=0):
