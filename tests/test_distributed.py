@@ -21,7 +21,7 @@ PEER_TIMEOUT = 10
 STEPS = 200
 FLAGS = (
     "--config=experiments/pydoc.py:lstm,tiny",
-    "--config.data.window=4",
+    "--config.evaluation.lines_per_stripe=10",
     "--config.model.num_layers=1",
     "--config.model.hidden_size=8",
     # Small enough that rounding, which differs from mesh to mesh, does not grow.
