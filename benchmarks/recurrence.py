@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks import timing
 from mogrifier_jax import averaging, data, flops, models, optim, steps
+from mogrifier_jax import stack as stacks
 
 try:
     import torch
@@ -108,8 +109,8 @@ def jax_recurrence(size: Size, fast: bool) -> Callable[[], object]:
     """Gradients of our stack alone."""
     model = make_model(size, fast)
     options = dict(cell_options=model.cell_options, output="last", fast=fast)
-    stack = models.Stack(size.num_layers, size.hidden, **options)
-    carry = models.zero_carry(stack, size.batch)
+    stack = stacks.Stack(size.num_layers, size.hidden, **options)
+    carry = stacks.zero_carry(stack, size.batch)
     xs = jax.random.normal(jax.random.key(1), (size.window, size.batch, size.hidden))
     params = jax.jit(stack.init)(jax.random.key(0), carry, xs)["params"]
 

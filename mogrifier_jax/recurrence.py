@@ -122,14 +122,16 @@ def _backward(step, dtype, unroll, saved, cotangents):
     transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
 
     def body(state, inputs):
-        d_carry, d_vectors, ends = state
-        index, d_h, carry, x, extras = inputs
+        index, d_carry, d_vectors, ends = state
+        d_h, carry, x, extras = inputs
         outputs = {
             name: jax.lax.dynamic_index_in_dim(a, index, 0, False) for name, a in ends.items()
         }
 
         def replay(carry, x, outputs, vectors):
-            recall = lambda name, x: _recall(x, outputs[name], transposed[name])
+            def recall(name, x):
+                return _recall(x, outputs[name], transposed[name])
+
             return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
 
         _, pull = jax.vjp(replay, carry, x, outputs, taps.vectors)
@@ -141,11 +143,12 @@ def _backward(step, dtype, unroll, saved, cotangents):
             name: jax.lax.dynamic_update_index_in_dim(a, d_outputs[name], index, 0)
             for name, a in ends.items()
         }
-        return (d_carry, d_vectors, ends), d_x
+        return (index - 1, d_carry, d_vectors, ends), d_x
 
-    state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors), outputs)
-    (d_carry, d_vectors, d_outputs), d_xs = jax.lax.scan(
-        body, state, (jnp.arange(len(xs)), d_hs, carries, xs, scanned), reverse=True, unroll=unroll
+    zeros = jax.tree.map(jnp.zeros_like, taps.vectors)
+    state = (jnp.int32(len(xs) - 1), d_last, zeros, outputs)
+    (_, d_carry, d_vectors, d_outputs), d_xs = jax.lax.scan(
+        body, state, (d_hs, carries, xs, scanned), reverse=True, unroll=unroll
     )
     return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
@@ -189,15 +192,15 @@ class Taps:
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         self._second, self._bias, self.maps = {}, {}, {}
         for path, leaf in flat:
-            beside = lambda name, path=path: jax.tree_util.keystr((*path[:-1], _key(name)))
-            name = jax.tree_util.keystr(path)
-            if path[-1].key in self._FIRST:
+            name, last = jax.tree_util.keystr(path), path[-1].key
+            if last in self._FIRST:
                 self.maps[name] = (leaf.astype(dtype),)
-                if path[-1].key == "down":
-                    self._second[name] = beside("up")
-                    self.maps[name] += (self._params[beside("up")].astype(dtype),)
-                if path[-1].key in self._BIASED and beside("bias") in self._params:
-                    self._bias[name] = beside("bias")
+                up, bias = _beside(path, "up"), _beside(path, "bias")
+                if last == "down":
+                    self._second[name] = up
+                    self.maps[name] += (self._params[up].astype(dtype),)
+                if last in self._BIASED and bias in self._params:
+                    self._bias[name] = bias
         taken = {*self.maps, *self._second.values(), *self._bias.values()}
         self.vectors = {name: v for name, v in self._params.items() if name not in taken}
 
@@ -255,5 +258,6 @@ def _sum_of_products(x, d_output):
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 
-def _key(name):
-    return jax.tree_util.DictKey(name)
+def _beside(path, name):
+    """The name of what stands beside a leaf in its dict."""
+    return jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey(name)))

@@ -1,0 +1,155 @@
+"""Softmax: from the stack's outputs to logits or nats, as one distribution or a mixture.
+
+Axes: T time, B batch, H hidden, E embedding, V vocabulary, C components of a mixture.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mogrifier_jax import cells, stack
+
+Dtype = Any
+
+
+def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
+    """Truncated normal whose real deviation is sqrt(factor / fan): lamb's embeddings."""
+    return nn.initializers.truncated_normal((factor / fan) ** 0.5 / 0.87962566)
+
+
+class Softmax(nn.Module):
+    """From the stack's outputs [T, B, H] to logits or nats."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    mixture_components: int
+    tied_embeddings: bool
+    max_logits: int
+    dtype: Dtype
+
+    def setup(self) -> None:
+        """Declares the parameters that these sizes need."""
+        hidden, size, count = self.hidden_size, self.embedding_size, self.mixture_components
+        if count:
+            draw = normal_by_fan(hidden)
+            self.projection = self.param("projection", draw, (hidden, count, size))
+            self.projection_bias = self.param("projection_bias", _zeros, (count, size))
+            self.mixture = self.param("mixture", draw, (hidden, count))
+        elif size != hidden:
+            self.projection = self.param("projection", nn.initializers.orthogonal(), (hidden, size))
+        if not self.tied_embeddings:
+            self.kernel = self.param("kernel", normal_by_fan(size), (size, self.vocab_size))
+        self.bias = self.param("bias", _zeros, (self.vocab_size,))
+
+    def nats(self, hs, targets, embedding, rates, temperature) -> jax.Array:
+        """-log p(target) [T, B]; at most `max_logits` logits exist at a time."""
+        us, log_weights = self.features(hs, rates)
+        score = functools.partial(self.score, self.matrix(embedding), temperature)
+        steps, batch = targets.shape
+        components = max(1, self.mixture_components)
+        most = max(1, self.max_logits // (batch * components * self.vocab_size))
+        if most >= steps:
+            return score(us, log_weights, targets)
+        chunks = -(-steps // most)
+        size = -(-steps // chunks)
+        padding = chunks * size - steps
+
+        def cut(a):
+            a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+            return a.reshape(chunks, size, *a.shape[1:])
+
+        parts = jax.tree.map(cut, (us, log_weights, targets))
+        nats = jax.lax.map(jax.checkpoint(lambda part: score(*part)), parts)
+        return nats.reshape(chunks * size, batch)[:steps]
+
+    def logits(self, hs, embedding, temperature) -> jax.Array:
+        """Unnormalised log-probabilities [T, B, V]."""
+        us, log_weights = self.features(hs, stack.Dropout())
+        logits = component_logits(us, self.matrix(embedding), self.bias, temperature)
+        if log_weights is None:
+            return logits
+        return jax.nn.logsumexp(jax.nn.log_softmax(logits) + log_weights[..., None], axis=-2)
+
+    def features(self, hs, rates):
+        """What is compared with the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
+        if rates.output is not None:
+            hs = stack.dropout(rates.output, hs, self.make_rng("dropout"))
+        log_weights = None
+        if self.mixture_components:
+            us = jnp.tanh(
+                cells.project(hs, self.projection.astype(self.dtype), self.projection_bias)
+            )
+            us = us.astype(self.dtype)
+            log_weights = jax.nn.log_softmax(cells.project(hs, self.mixture.astype(self.dtype)))
+        elif self.embedding_size != self.hidden_size:
+            us = jnp.tensordot(hs, self.projection.astype(self.dtype), axes=1)
+        else:
+            return hs, None
+        if rates.downprojected is not None:
+            us = stack.dropout(rates.downprojected, us, self.make_rng("dropout"))
+        return us, log_weights
+
+    def matrix(self, embedding) -> jax.Array:
+        """[V, E], the layout of an embedding table, in the compute dtype."""
+        table = embedding if self.tied_embeddings else self.kernel.T
+        return table.astype(self.dtype)
+
+    def score(self, matrix, temperature, us, log_weights, targets) -> jax.Array:
+        """-log p(target), of the mixture if there is one."""
+        if log_weights is not None:
+            targets = jnp.broadcast_to(targets[..., None], us.shape[:-1])
+        temperature = jnp.asarray(temperature, cells.wide(us.dtype))
+        log_p = log_probability(us, matrix, self.bias, temperature, targets)
+        return -log_p if log_weights is None else -jax.nn.logsumexp(log_weights + log_p, axis=-1)
+
+
+def component_logits(us, matrix, bias, temperature) -> jax.Array:
+    """us [..., E] against matrix [V, E]: [..., V] in at least float32."""
+    wide = cells.wide(us.dtype)
+    contract = (((us.ndim - 1,), (1,)), ((), ()))
+    logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
+    return (logits + cells.stretch(bias, logits)) * jnp.asarray(temperature, wide)
+
+
+@jax.custom_vjp
+def log_probability(us, matrix, bias, temperature, targets) -> jax.Array:
+    """log softmax(logits)[target], [...] for us [..., E] and targets [...].
+
+    Its gradient at the logits is made once, in the compute dtype. Left to itself the compiler
+    computes it anew, from float32 logits, in each of the three places that read it.
+    """
+    return _log_probability(us, matrix, bias, temperature, targets)[0]
+
+
+def _log_probability(us, matrix, bias, temperature, targets):
+    logits = component_logits(us, matrix, bias, temperature)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    saved = (us, matrix, bias, temperature, targets, logits, normaliser)
+    return chosen - normaliser, saved
+
+
+def _log_probability_backward(saved, d_log_p):
+    us, matrix, bias, temperature, targets, logits, normaliser = saved
+    ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    one_hot = (ids == targets[..., None]).astype(logits.dtype)
+    d_logits = d_log_p[..., None] * (one_hot - jnp.exp(logits - normaliser[..., None]))
+    d_temperature = (d_logits * logits).sum() / temperature
+    d_logits = jax.lax.optimization_barrier((temperature * d_logits).astype(us.dtype))
+    lead = tuple(range(us.ndim - 1))
+    d_us = jnp.tensordot(d_logits, matrix, axes=1)
+    d_matrix = jnp.tensordot(d_logits, us, (lead, lead)).astype(matrix.dtype)
+    d_bias = cells.widen(d_logits).sum(lead).astype(bias.dtype)
+    return d_us, d_matrix, d_bias, d_temperature, None
+
+
+log_probability.defvjp(_log_probability, _log_probability_backward)
+
+
+def _zeros(key, shape, dtype=jnp.float32):
+    del key
+    return jnp.zeros(shape, dtype)
