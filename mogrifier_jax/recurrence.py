@@ -122,11 +122,8 @@ def _backward(step, dtype, unroll, saved, cotangents):
     transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
 
     def body(state, inputs):
-        index, d_carry, d_vectors, ends = state
-        d_h, carry, x, extras = inputs
-        outputs = {
-            name: jax.lax.dynamic_index_in_dim(a, index, 0, False) for name, a in ends.items()
-        }
+        d_carry, d_vectors = state
+        d_h, carry, x, extras, outputs = inputs
 
         def replay(carry, x, outputs, vectors):
             def recall(name, x):
@@ -138,17 +135,11 @@ def _backward(step, dtype, unroll, saved, cotangents):
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
-        # The gradient takes the place of the output, which nobody reads again.
-        ends = {
-            name: jax.lax.dynamic_update_index_in_dim(a, d_outputs[name], index, 0)
-            for name, a in ends.items()
-        }
-        return (index - 1, d_carry, d_vectors, ends), d_x
+        return (d_carry, d_vectors), (d_x, d_outputs)
 
-    zeros = jax.tree.map(jnp.zeros_like, taps.vectors)
-    state = (jnp.int32(len(xs) - 1), d_last, zeros, outputs)
-    (_, d_carry, d_vectors, d_outputs), d_xs = jax.lax.scan(
-        body, state, (d_hs, carries, xs, scanned), reverse=True, unroll=unroll
+    state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
+    (d_carry, d_vectors), (d_xs, d_outputs) = jax.lax.scan(
+        body, state, (d_hs, carries, xs, scanned, outputs), reverse=True, unroll=unroll
     )
     return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
