@@ -1,10 +1,11 @@
 """The tables of docs/pods.md: every experiment compiled for chips that are not here.
 
-    python -m benchmarks.preflight_table --folder=runs/preflight --compile   # Hours; can be repeated.
+    python -m benchmarks.preflight_table --folder=runs/preflight --compile  # Hours.
     python -m benchmarks.preflight_table --folder=runs/preflight --write=docs/pods.md
 
 Each compile is a process of its own and leaves a JSON file; those that are there are not made
-again, and those whose compiler is not installed are left to an environment that has it.
+again when this is repeated, and those whose compiler is not installed are left to an environment
+that has it.
 """
 
 import argparse
@@ -37,8 +38,17 @@ LSTMS = {
     for name, sizes in EXPERIMENTS.items()
 }
 # enwik8 with 96M parameters: a fixed batch of 128, and 32 stripes for each chip.
-SCALING = ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16")
-MARKS = "<!-- {} -->"
+SCALING = (
+    "v5e:1x1",
+    "v5e:2x2",
+    "v5e:2x4",
+    "v5e:4x4",
+    "v5e:4x8",
+    "v5e:8x8",
+    "v5e:8x16",
+    "v5e:16x16",
+)
+COLUMNS = "GiB a chip | ms a step | in collectives | tokens/s | of peak"
 
 
 class Job(NamedTuple):
@@ -106,6 +116,88 @@ def read(folder: pathlib.Path, job: Job) -> dict[str, Any] | None:
     return json.loads(path.read_text())["reports"][0] if path.exists() else None
 
 
+def topology_table(folder: pathlib.Path, topology: str) -> list[str]:
+    """Every experiment on one topology."""
+    target = targets.parse(topology)
+    memory = target.chip.memory / 2**30
+    lines = [
+        f"**{topology}**: {target.num_chips} chips of {memory:.1f} GiB",
+        "",
+        f"| experiment | batch | {COLUMNS} | hours |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in [*EXPERIMENTS, *LSTMS]:
+        job = table_job(name, topology)
+        if report := read(folder, job):
+            batch = f"{job.batch_size}{'*' * (job.batch_size != (EXPERIMENTS | LSTMS)[name][0])}"
+            lines.append(f"| `{name}` | {batch} | {_costs(report)} | {_hours(report)} |")
+    return [*lines, ""] if len(lines) > 4 else []
+
+
+def _costs(report: dict[str, Any]) -> str:
+    needed = f"{report['needed'] / 2**30:.2f}" if report["needed"] else "?"
+    if not report["fits"]:
+        return f"{needed}, does not fit | | | |"
+    share = report["collective_seconds"] / report["seconds"]
+    return (
+        f"{needed} | {1e3 * report['seconds']:.1f} | {share:.0%} | "
+        f"{report['tokens_per_second']:,.0f} | {report['peak_share']:.1%}"
+    )
+
+
+def _hours(report: dict[str, Any]) -> str:
+    return f"{24 * report['days']:.1f}" if report["fits"] else ""
+
+
+def scaling_table(folder: pathlib.Path, growing: bool) -> list[str]:
+    """enwik8 with 96M parameters on more and more chips of v5e."""
+    lines = [
+        f"| chips | batch | {COLUMNS} | efficiency |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    best = None
+    for job in scaling_jobs(growing):
+        report = read(folder, job)
+        if report is None:
+            continue
+        efficiency = ""
+        if report["fits"]:
+            each = report["tokens_per_second"] / report["chips"]
+            best = best or each
+            efficiency = f"{each / best:.0%}"
+        lines.append(f"| {report['chips']} | {job.batch_size} | {_costs(report)} | {efficiency} |")
+    return [*lines, ""]
+
+
+def versions(folder: pathlib.Path) -> str:
+    """Dates and versions of all reports."""
+    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    dates = sorted({content["date"] for content in contents})
+    used = {f"{k} {v}" for content in contents for k, v in content["versions"].items()}
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"Compiled {days} with {', '.join(sorted(used))}."
+
+
+def write(folder: pathlib.Path, path: pathlib.Path) -> None:
+    """Puts the tables between their marks."""
+    text = path.read_text()
+    blocks = {
+        "preflight": [
+            versions(folder),
+            "",
+            *(line for topology in TOPOLOGIES for line in topology_table(folder, topology)),
+        ],
+        "fixed batch": scaling_table(folder, growing=False),
+        "growing batch": scaling_table(folder, growing=True),
+    }
+    for name, lines in blocks.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = "\n".join([f"{before}{begin}", *lines]).rstrip() + f"\n{end}{after}"
+    path.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, required=True)
@@ -115,6 +207,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.compile:
         compile_all(options.folder, options.only)
+    if options.write:
+        write(options.folder, options.write)
 
 
 if __name__ == "__main__":

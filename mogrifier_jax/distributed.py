@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from absl import logging
@@ -128,9 +128,6 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
         return
     if place.coordinator:
         roll_call(place, 5 * peer_timeout)
-    options = {}
-    if place.coordinator:
-        options["cluster_detection_method"] = "deactivate"
     jax.distributed.initialize(
         place.coordinator,
         place.num_processes,
@@ -139,7 +136,7 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
         initialization_timeout=int(5 * peer_timeout),
         heartbeat_timeout_seconds=int(2 * peer_timeout) + 10,  # `Watch` comes first, with a name.
         shutdown_timeout_seconds=int(peer_timeout),
-        **options,
+        cluster_detection_method="deactivate" if place.coordinator else None,
     )
     if jax.process_count() == 1:
         yield
@@ -176,7 +173,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True, name="watch")
         self._timeout = timeout
         self._period = min(5.0, timeout / 6)
-        self._client = runtime.global_state.client
+        self._client: Any = runtime.global_state.client
         self._me = jax.process_index()
         self._others = set(range(jax.process_count())) - {self._me}
         self._stopped = threading.Event()

@@ -222,7 +222,7 @@ def describe(report: Report) -> str:
     """A report for people."""
     verdict = "fits" if report.fits else "DOES NOT FIT"
     asked = _size(report.needed) if report.needed else "more"
-    sections = {
+    sections: dict[str, list[tuple[str, Any]]] = {
         "program": [
             ("chips", f"{report.topology}, data {report.data} x model {report.model}"),
             ("batch x window", f"{report.batch_size} x {report.window}"),
