@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments import pydoc
-from mogrifier_jax import checkpoints, corpora, errors, evaluate, metrics, train, workdirs
+from mogrifier_jax import (
+    checkpoints,
+    corpora,
+    errors,
+    evaluate,
+    metrics,
+    partitioning,
+    train,
+    workdirs,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {
@@ -168,6 +178,7 @@ def start(workdir, compiled, moment, terminal=False):
         )
         return done.returncode, done.stderr
     screen, side = pty.openpty()
+    termios.tcsetwinsize(side, (30, 120))
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=side, stdout=side) as process:
         os.close(side)
         shown = b""
@@ -246,8 +257,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(workdir, 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_devices(workdir, unbroken, monkeypatch):
     remove_newest(workdir)
-    devices = jax.devices()[:2]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    mesh = partitioning.make_mesh(1, 2, devices=jax.devices()[:2])
+    monkeypatch.setattr(partitioning, "make_mesh", lambda data, model: mesh)
     train.train_and_evaluate(make_config({"mesh.data": 1, "mesh.model": 2}), str(workdir))
     for kind, key in (("train", "loss_nats"), ("train", "grad_norm"), ("eval", "valid_nats")):
         here, there = records(workdir, kind, key), records(unbroken, kind, key)
@@ -413,7 +424,7 @@ def test_lines_that_stand_alone_train_their_initial_state(tmp_path):
 
 @pytest.mark.slow
 def test_the_reverse_copy_task_is_learnt_from(tmp_path):
-    config = make_config({"log_every": 4})
+    config = make_config({"log_every": 4, "optimizer.learning_rate": 0.03})
     with config.unlocked():
         config.data = dict(
             name="reverse_copy",
