@@ -30,10 +30,8 @@ RESTART = errors.Interrupted.exit_code
 _GRACE = 10.0  # Seconds that others have to notice, before a process that failed is gone.
 
 
-class PeerLost(RuntimeError):
+class PeerLost(errors.Interrupted):
     """Another process is missing; starting all of them again goes on from the last checkpoint."""
-
-    exit_code = RESTART
 
 
 class Place(NamedTuple):

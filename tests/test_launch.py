@@ -1,9 +1,13 @@
+import pathlib
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from mogrifier_jax import errors, launch
 
+ROOT = pathlib.Path(__file__).parents[1]
 RESTART = errors.Interrupted.exit_code
 
 
@@ -53,6 +57,16 @@ def test_restarts_what_was_interrupted_and_nothing_else(fake):
     assert fake([0, RESTART]) == (0, 1)
     assert fake([RESTART] * 5, "--restarts=2") == (RESTART, 3)
     assert FakeLauncher.seen[0] == ["--mode=x"]
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_is_named_and_waited_for_in_vain():
+    address = f"--coordinator=127.0.0.1:{launch._free_port()}"
+    command = [sys.executable, "-m", "mogrifier_jax.main", "--config=experiments/pydoc.py:tiny"]
+    flags = [address, "--num_processes=3", "--process_id=0", "--peer_timeout=0.2"]
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == RESTART
+    assert done.stderr.startswith("PeerLost: processes 1, 2 did not come within 1 s")
 
 
 @pytest.mark.slow
