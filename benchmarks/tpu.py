@@ -3,8 +3,9 @@
     python -m benchmarks.tpu --sizes=ptb,enwik8      # needs the extra `tpu`; minutes, no TPU
 
 Prints XLA's own estimate of the time of a step and the memory of a chip, for the fast path and
-the plain `nn.scan`, and their ratio (nan where the compiler refuses plain for its memory). Goals: enwik8 at 96M parameters on four v5e chips at most 0.4
-of plain and 14 GB a chip, PTB on one chip at most 0.7.
+the plain `nn.scan`, and their ratio (nan where the compiler refuses plain for its memory). Goals:
+enwik8 at 96M parameters on four v5e chips at most 0.4 of plain and 14 GB a chip, PTB on one chip
+at most 0.7.
 """
 
 import argparse
