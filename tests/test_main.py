@@ -1,0 +1,118 @@
+"""The command line: one sentence and a code for whatever is wrong with it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from mogrifier_jax import distributed, errors, main, progress, runtime, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+TINY = "--config=experiments/pydoc.py:tiny"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(progress, "setup_logging", lambda: None)
+    monkeypatch.setattr(runtime, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(distributed, "find_place", lambda *numbers: None)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["main", *arguments])
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
+            flags.FLAGS.unparse_flags()
+            main.run()
+        return stopped.value.code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The configs and workdirs that training was started with."""
+    calls = []
+    monkeypatch.setattr(train, "train_and_evaluate", lambda *args, **kwargs: calls.append(args))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mode=trian"], "--mode=trian is not known; use train, evaluate"),
+        (["train"], "'train' is not a flag; write --name=value"),
+        ([], "--config is missing; give an experiment, such as --config=experiments/pydoc.py"),
+        (["--config"], "Missing value for flag --config"),
+        (["--config=experiments/pydock.py"], "--config=experiments/pydock.py is not a file"),
+        (["--config=experiments"], "--config=experiments is not a file"),
+        (["--config=none.py", "--config.seed=1"], "No such file or directory: 'none.py'"),
+        (["--config=experiments/pydoc.py:tyni"], "variant 'tyni' is unknown: this experiment has"),
+        (["--config=experiments/ptb.py:small,tiny"], "variants small and tiny exclude each other"),
+        ([TINY, "--wrokdir=x"], "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
+        ([TINY, "--config.model.roundz=3"], "no such key: 'roundz'. Did you mean \"rounds\""),
+        ([TINY, "--config.modle.rounds=3"], "no such key: 'modle'. Did you mean \"model\""),
+        ([TINY, "--config.model.zzz=3"], "no such key: 'zzz'"),
+        ([TINY, "--config.model.rounds.x=3"], "model.rounds.x"),
+        ([TINY, "--config.model.rounds=three"], "--config.model.rounds=three: invalid literal"),
+        ([TINY, "--config.model=3"], "--config.model=3: Failed to parse"),
+        ([TINY, "--config.model.tied_embeddings=3"], "--config.model.tied_embeddings=3"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(command, trained, arguments, words):
+    code, output = command(*arguments)
+    assert code == errors.UsageError.exit_code == 2
+    assert words in output and "Traceback" not in output
+    assert output.startswith("UsageError: ") and output.count("\n") == 1
+    assert not trained
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(errors.UsageError, 2), (errors.Diverged, 3), (errors.Interrupted, 75)],
+)
+def test_what_ends_a_run_early_has_its_own_code(command, monkeypatch, error, code):
+    def stop(config, workdir, **options):
+        raise error(f"something about {workdir} and {config.model.rounds} rounds")
+
+    monkeypatch.setattr(train, "train_and_evaluate", stop)
+    found, output = command(TINY, "--workdir=some/where", "--config.model.rounds=3")
+    assert found == code
+    assert output == f"{error.__name__}: something about some/where and 3 rounds\n"
+    _, output = command(TINY.replace("tiny", "lstm,tiny"))
+    assert f"{os.path.join('runs', 'pydoc_lstm_tiny')} and 0 rounds" in output
+
+
+def test_a_bug_keeps_its_traceback(command, monkeypatch):
+    def fail(config, workdir, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(train, "train_and_evaluate", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        command(TINY)
+
+
+def test_an_interrupt_from_the_keyboard_shows_no_traceback(command, monkeypatch):
+    def interrupt(config, workdir, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train_and_evaluate", interrupt)
+    code, _ = command(TINY)
+    assert code == "interrupted; the same command goes on from the last checkpoint"
+
+
+def test_the_real_command_line_says_it_too(tmp_path):
+    """In a process of its own, with all that the tests above leave out."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mogrifier_jax.main", TINY, "--config.data.batch_size=0"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MOGRIFIER_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "UsageError: data.batch_size 0 must be at least 1\n"
