@@ -45,7 +45,7 @@ class Evaluation:
     ) -> metrics.Sum:
         """Nats over tokens of the first `max_windows` windows, or of all."""
         windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
-        carry = self._zero_carry()
+        carry: Any = self._zero_carry()
         total = metrics.Sum(0.0, 0)
         bar = tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False)
         for first in range(0, windows, self._chunk):
@@ -61,7 +61,8 @@ def _carry_shardings(plan: tasks.Plan, carry: Any) -> Any:
     """Where the carry lies: with the stripes of the plan, if those lie on a mesh."""
     for leaf in jax.tree.leaves(plan.stream):
         if isinstance(leaf.sharding, jax.sharding.NamedSharding):
-            return partitioning.shardings({"carry": carry}, leaf.sharding.mesh)["carry"]
+            mesh: Any = leaf.sharding.mesh
+            return partitioning.shardings({"carry": carry}, mesh)["carry"]
     return None
 
 
@@ -160,6 +161,6 @@ class TurnEvaluation:
         )
 
 
-def num_stripes(task: tasks.Task, split: str, batch_size: int, lines_per_stripe: int) -> int:
-    """As many stripes as in training, but each with at least so many lines."""
+def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:
+    """As many stripes as in training, but each with at least so many lines of the task's split."""
     return max(1, min(batch_size, task.num_lines(split) // lines_per_stripe))

@@ -27,7 +27,7 @@ class Statistics(NamedTuple):
 
     rms: Any  # A tree like the weights.
     mean: jax.Array  # m: the mean of `rms` over all weights.
-    losses: np.ndarray  # [windows]: mean over stripes of the summed nats.
+    losses: Any  # [windows]: mean over stripes of the summed nats.
 
 
 def gradient_statistics(
@@ -59,7 +59,8 @@ def gradient_statistics(
         losses.append(np.asarray(found)[:count])
         bar.update(count)
     bar.close()
-    return Statistics(*_to_rms(squares, windows), np.concatenate(losses))
+    rms, mean = _to_rms(squares, windows)
+    return Statistics(rms, mean, np.concatenate(losses))
 
 
 def square_gradients(params, squares, stream, carry, first, count, *, model, batch_at, chunk):
@@ -141,7 +142,7 @@ def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
             digest=np.array(digest),
             mean=np.asarray(statistics.mean),
             losses=statistics.losses,
-            **rms,
+            **rms,  # type: ignore[arg-type]
         )
     os.replace(temporary, path)
 

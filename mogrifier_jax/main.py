@@ -7,6 +7,7 @@ when it is used.
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -65,7 +66,7 @@ def require_config() -> None:
         raise errors.UsageError(
             "--config is missing; give an experiment, such as --config=experiments/pydoc.py"
         )
-    path = FLAGS["config"].config_filename.partition(":")[0]
+    path = config_filename().partition(":")[0]
     if not os.path.isfile(path):
         raise errors.UsageError(f"--config={path} is not a file; give one, as in experiments/")
 
@@ -117,9 +118,15 @@ def train() -> None:
         sampling.show(workdir, length=400, temperature=0.7)
 
 
+def config_filename() -> str:
+    """The value of --config as it was written."""
+    flag: Any = FLAGS["config"]
+    return flag.config_filename
+
+
 def default_workdir() -> str:
     """runs/<experiment>, with the variant."""
-    path, _, variant = FLAGS["config"].config_filename.partition(":")
+    path, _, variant = config_filename().partition(":")
     name = os.path.splitext(os.path.basename(path))[0]
     return os.path.join("runs", "_".join([name, *variant.split(",")]).rstrip("_"))
 

@@ -7,7 +7,6 @@ results are [B, T]; inside, time comes first, as the recurrence wants it.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +28,7 @@ class LanguageModel(nn.Module):
     embedding_size: int
     num_layers: int = 2
     cell: str = "mogrifier_lstm"
-    cell_options: Mapping[str, Any] = ()
+    cell_options: Any = ()
     tied_embeddings: bool = False
     mixture_components: int = 0  # 0: an ordinary softmax.
     output: str = "sum"
@@ -174,7 +173,7 @@ class EncoderDecoder(nn.Module):
     embedding_size: int
     num_layers: int = 1
     cell: str = "mogrifier_lstm"
-    cell_options: Mapping[str, Any] = ()
+    cell_options: Any = ()
     output: str = "sum"
     state_mask: str = "window"
     fast: bool = True
@@ -316,7 +315,7 @@ def make_model(
         )
         trial = make(hidden_size=1, embedding_size=1)
         hidden_size = sizing.solve_hidden_size(
-            num_params, embedding_ratio=embedding_ratio, **_what_counts(trial)
+            num_params or 0, embedding_ratio=embedding_ratio, **_what_counts(trial)
         )
     embedding_size = sizing.embedding_size(hidden_size, embedding_ratio)
     return make(hidden_size=hidden_size, embedding_size=embedding_size)

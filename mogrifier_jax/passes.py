@@ -160,9 +160,9 @@ def drive(
         if not finite.any():
             break
     bar.close()
-    nats = np.concatenate(parts)
-    padding = [(0, windows - done)] + [(0, 0)] * (nats.ndim - 1)
-    return np.pad(nats, padding, constant_values=np.nan), state
+    found = np.concatenate(parts)
+    padding = [(0, windows - done)] + [(0, 0)] * (found.ndim - 1)
+    return np.pad(found, padding, constant_values=np.nan), state
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:

@@ -5,7 +5,6 @@ be traced, and `None` takes the operation away.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -55,7 +54,9 @@ def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
     """A zero carry for each layer of a stack or model."""
     make = layers.find_cell(module.cell)
     cell = make(module.hidden_size, dtype=module.dtype, parent=None)
-    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
+    return (
+        cell.initialize_carry(jax.random.key(0), (batch_size, module.hidden_size)),
+    ) * module.num_layers
 
 
 class Stack(nn.Module):
@@ -64,7 +65,7 @@ class Stack(nn.Module):
     num_layers: int
     hidden_size: int
     cell: str = "mogrifier_lstm"
-    cell_options: Mapping[str, Any] = ()  # Splatted into the cell.
+    cell_options: Any = ()  # A mapping, splatted into the cell.
     output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
     state_mask: str = "window"  # State dropout: one mask for the "window" or for each "step".
     trainable_initial_state: bool = False
@@ -118,7 +119,8 @@ class Stack(nn.Module):
     ) -> tuple[tuple[Any, ...], jax.Array]:
         """(carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
         self.check_carry(carry)
-        carries, total = [], None
+        carries: list[Any] = []
+        total: Any = None
         for index, layer in enumerate(self.layers):
             if index and rates.inter_layer is not None:
                 xs = dropout(rates.inter_layer, xs, self.make_rng("dropout"))
@@ -151,7 +153,9 @@ class Stack(nn.Module):
     def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
         """Every gate of every layer, [T, B, ...] each."""
         self.check_carry(carry)
-        carries, found, total = [], [], None
+        carries: list[Any] = []
+        found: list[cells.Gates] = []
+        total: Any = None
         for index, layer in enumerate(self.layers):
             last, hs, gates = layer.gates(carry[index], xs)
             carries.append(last)

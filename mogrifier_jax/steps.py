@@ -5,6 +5,7 @@ Numbers that are tuned are traced (`Hyperparameters`); what decides shapes and s
 a keyword. `train.py` jits these with shardings.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,7 +108,8 @@ def train_step(
         "loss_nats": nats / jnp.maximum(num_targets(batch), 1),
         "grad_norm": optax.tree.norm(grads),
     }
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
