@@ -72,7 +72,7 @@ class DynamicEvaluation:
         dropout: models.Dropout | None = None,
         parallel: int | None = None,
         mesh: Mesh | None = None,
-        chunk: int = 64,
+        chunk: int = 256,
     ):
         if parallel is not None and parallel < 1:
             raise errors.UsageError(f"{parallel} adaptations side by side: give 1 or more")
@@ -87,6 +87,11 @@ class DynamicEvaluation:
         self._chunk = min(chunk, plan.num_windows)
         run = functools.partial(
             adapt_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk
+        )
+        self._copies = jax.jit(
+            functools.partial(make_copies, model=model, plan=plan),
+            static_argnames="count",
+            out_shardings=self._sharding,
         )
         everywhere = mesh and NamedSharding(mesh, PartitionSpec())
         self._run = jax.jit(
@@ -128,7 +133,7 @@ class DynamicEvaluation:
             raise errors.UsageError("Monte-Carlo samples need the rates of dropout; give `dropout`")
         rates = montecarlo.scale_dropout(self.dropout, multiplier)
         keys = montecarlo.sample_keys(key, samples)
-        log_p = -np.inf
+        log_p: Any = -np.inf
         for block in self._blocks(samples):
             stacked = stack_settings([setting] * len(block))
             label = f"{title}, samples {block[0] + 1} to {block[-1] + 1}" if title else ""
@@ -136,8 +141,8 @@ class DynamicEvaluation:
                 params, stacked, keys[np.asarray(block)], temperature, rates, max_windows, label
             )
             log_p = np.logaddexp(log_p, np.logaddexp.reduce(-nats.astype(np.float64), axis=1))
-        nats = math.log(samples) - log_p
-        return self.outcome(np.where(self.targets.valid[: len(nats)], nats, 0.0))
+        mean = math.log(samples) - log_p
+        return self.outcome(np.where(self.targets.valid[: len(mean)], mean, 0.0))
 
     def run(
         self,
@@ -155,7 +160,7 @@ class DynamicEvaluation:
         # What only fills up the mesh repeats the first ones.
         order = np.arange(size) % count
         settings, keys = jax.tree.map(lambda a: a[order], (settings, keys))
-        state = self._copies(params, size)
+        state = self._copies(params, count=size)
 
         def run(state, first, windows):
             return self._run(
@@ -177,16 +182,11 @@ class DynamicEvaluation:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
         return [range(i * size, min(count, (i + 1) * size)) for i in range(num_blocks)]
 
-    def _copies(self, params: Any, count: int) -> Any:
-        """Weights and zero carries of so many adaptations, made where they will lie."""
 
-        def make(params):
-            zeros = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
-            return jax.tree.map(
-                lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), (params, zeros)
-            )
-
-        return jax.jit(make, out_shardings=self._sharding)(params)
+def make_copies(params, *, count, model, plan):
+    """Weights and zero carries of so many adaptations."""
+    zeros = model.zero_carry(plan.batch_size) if plan.carries else ()
+    return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), (params, zeros))
 
 
 def adapt_windows(
@@ -226,13 +226,21 @@ def adapt_windows(
             grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
             return update_weights(adapted, params, grads, statistics, setting), end, nats
 
-        adapted, carry, nats = jax.vmap(one)(*state, settings, keys)
+        adapted, carry, nats = side_by_side(one, *state, settings, keys)
         return (adapted, carry), nats
 
     return passes.over_windows(
         *(score, (adapted, carry), lambda index: batch_at(stream, index), first, count, chunk),
         several=keys.shape,
     )
+
+
+def side_by_side(one, *args):
+    """vmap, but without the axis of a single one: batched matmuls are slower on a CPU."""
+    if jax.tree.leaves(args)[0].shape[0] > 1:
+        return jax.vmap(one)(*args)
+    alone = one(*jax.tree.map(lambda a: a[0], args))
+    return jax.tree.map(lambda a: a[None], alone)
 
 
 def update_weights(adapted, params, grads, statistics: gradstats.Statistics, setting: Settings):

@@ -25,7 +25,7 @@ def evaluation() -> config_dict.ConfigDict:
     options.multipliers = "1"  # On the dropout rates; of several the best on validation is taken.
     options.dyneval = dict(
         window=10,
-        learning_rates="3e-5",  # Of several settings the best on validation is taken.
+        learning_rates="1e-5",  # Of several settings the best on validation is taken.
         decay_rates="1e-3",
         epsilons="1e-5",
         batch_size=1024,  # Stripes of the gradient statistics,

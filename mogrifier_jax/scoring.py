@@ -131,7 +131,7 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
 
 def add_row(evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
     """Puts a result in the place of the earlier one of the same method and text, if any."""
-    same = ("method", "text", "path")
+    same = ("method", "text", "source")
     kept = [
         earlier
         for earlier in evaluation["results"]

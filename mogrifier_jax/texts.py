@@ -73,7 +73,7 @@ def read_file(loaded: pretrained.Pretrained, path: str | os.PathLike) -> Texts:
         lambda name, *args, **options: plan(*args, **options),
         lambda name: len(split.line_starts),
         True,
-        {"path": str(path), "unknown_tokens": unknown},
+        {"source": str(path), "unknown_tokens": unknown},
     )
 
 

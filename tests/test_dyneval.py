@@ -143,7 +143,7 @@ def test_a_mesh_of_eight_gives_what_one_device_does():
     whole, expected = adapt(adapter(), settings)
     np.testing.assert_allclose(spread, whole, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(weights["embedding"], expected["embedding"], rtol=1e-5, atol=1e-6)
-    copies = adapter(mesh=mesh)._copies(case()[1], 8)[0]["embedding"]
+    copies = adapter(mesh=mesh)._copies(case()[1], count=8)[0]["embedding"]
     assert {shard.data.shape[0] for shard in copies.addressable_shards} == {1}
 
 

@@ -1,0 +1,332 @@
+"""`--mode=evaluate` on workdirs that a real training run wrote, and what it says when it cannot."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import pydoc
+from mogrifier_jax import (
+    checkpoints,
+    corpora,
+    errors,
+    methods,
+    options,
+    passes,
+    pretrained,
+    report,
+    scoring,
+    texts,
+    tokens,
+    train,
+    workdirs,
+)
+from mogrifier_jax import vocabulary as vocabularies
+from mogrifier_jax.datasets import text as local_text
+
+# The end, where valid and test are, is monotonous: adapting to it helps.
+TEXT = "".join(f"{'abcdefgh'[i % 8] * (i % 5 + 1)} {'xyz'[i % 3]}\n" for i in range(110))
+TEXT += "hhh y\n" * 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_corpus():
+    """The corpus `pydoc` made small."""
+
+    def read(name, data_dir, source_dir):
+        parts = local_text.cut(TEXT, (0.8, 0.1, 0.1), "here")
+        return corpora._encode(name, "character", "character", iter(parts))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(corpora._READERS, "pydoc", (read, ()))
+        yield
+
+
+def make_config():
+    config = pydoc.get_config("tiny")
+    with config.unlocked():
+        config.data.update(batch_size=8, window=8)
+        config.model.update(num_layers=1, hidden_size=6, rounds=2, rank=2)
+        config.dropout.update(input=0.0, inter_layer=0.0, state=0.0, output=0.3)
+        config.evaluation.update(temperature_tokens=64, lines_per_stripe=5, softmax_temperature=0.9)
+        config.schedule.update(turns=1, steps_per_turn=1)
+    return config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A workdir as training leaves it."""
+    workdir = tmp_path_factory.mktemp("runs") / "small"
+    train.train_and_evaluate(make_config(), str(workdir))
+    return workdir
+
+
+@pytest.fixture
+def workdir(trained, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def make_options(**changes):
+    chosen = options.evaluation()
+    with chosen.unlocked():
+        chosen.update({"temperature": "0.9", **changes})
+    return chosen
+
+
+def evaluate(folder, **changes):
+    return scoring.run([str(folder)], make_options(**changes))[0]
+
+
+def scores_of(evaluation):
+    return {(row["method"], row["text"]): row["nats"] for row in evaluation["results"]}
+
+
+def test_deterministic_scores_are_those_of_training(workdir):
+    evaluation = evaluate(workdir, stripes=0)
+    results = json.loads((workdir / "results.json").read_text())
+    found = scores_of(evaluation)
+    assert found["deterministic", "valid"] == pytest.approx(results["valid_nats"], rel=1e-6)
+    assert found["deterministic", "test"] == pytest.approx(results["test_nats"], rel=1e-6)
+    assert json.loads((workdir / "evaluation.json").read_text()) == evaluation
+    row = evaluation["results"][0]
+    assert row["bits"] == pytest.approx(row["nats"] / np.log(2))
+    assert row["perplexity"] == pytest.approx(np.exp(row["nats"]))
+    # One stream is another number, at the place of the first; another method is added.
+    again = evaluate(workdir, splits="valid")
+    assert len(again["results"]) == 2
+    assert abs(scores_of(again)["deterministic", "valid"] - results["valid_nats"]) > 1e-5
+
+
+def test_every_method_leaves_its_rows_and_tokens(workdir):
+    grid = dict(
+        window=4, batch_size=16, max_windows=2, learning_rates="0,1e-4,1e-3", epsilons="1e-2"
+    )
+    changes = dict(methods=",".join(methods.METHODS), splits="valid", samples=2, multipliers="0,1")
+    evaluation = evaluate(workdir, dyneval=grid, **changes)
+    found = scores_of(evaluation)
+    assert set(found) == {(method, "valid") for method in methods.METHODS}
+    rows = {row["method"]: row for row in evaluation["results"]}
+    # Each picked the better of two, of which one is the deterministic pass.
+    for method in ("mc", "dyneval"):
+        assert found[method, "valid"] <= found["deterministic", "valid"] + 1e-5
+    assert rows["dyneval"]["learning_rate"] > 0
+    assert found["dyneval", "valid"] < found["deterministic", "valid"] - 1e-4
+    assert rows["mc_dyneval"]["samples"] == 2
+    for method, row in rows.items():
+        scores, about = tokens.read_tokens(row["file"])
+        assert scores.mean() == pytest.approx(row["nats"], rel=1e-6)
+        assert about["method"] == method
+    assert (workdir / "dyneval" / "statistics_B16_T4.npz").exists()
+    table = scoring.describe(evaluation)
+    assert all(f"── {method} ─" in table for method in methods.METHODS)
+
+
+def test_divergence_is_reported_with_the_last_finite_score(workdir):
+    grid = dict(window=4, batch_size=16, max_windows=2, learning_rates="1e37", epsilons="1e-12")
+    evaluation = evaluate(workdir, methods="dyneval", splits="valid", dyneval=grid)
+    (row,) = evaluation["results"]
+    assert row["nats"] is None and row["diverged_at_window"] >= 1
+    assert 0 < row["last_finite_nats"] < 100
+    assert "diverged" in scoring.describe(evaluation)
+    assert "diverged" in report.to_markdown([evaluation])
+
+
+def test_weights_are_the_averaged_ones_and_need_no_corpus(trained, monkeypatch):
+    monkeypatch.setattr(corpora, "load_corpus", None)
+    loaded = pretrained.load_weights(trained)
+    assert loaded.temperature == 0.9 and loaded.info["finished"]
+    shapes = jax.eval_shape(lambda: loaded.model.init(jax.random.key(0), **loaded.model.example()))
+    assert jax.tree.structure(loaded.params) == jax.tree.structure(shapes["params"])
+    run = train.make_run(make_config(), task=_no_task(loaded))
+    with checkpoints.Checkpoints(trained, read_only=True) as saved:
+        state = saved.restore(run.abstract_state(), which="best").state
+    expected = run.program.average.value(state.average, state.params)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected)
+
+
+def _no_task(loaded):
+    class Task:
+        vocabulary, encoder_decoder, carries = loaded.vocabulary, False, True
+        batch_at = None
+
+    return Task
+
+
+def test_any_text_can_be_scored_without_the_corpus(workdir, tmp_path, monkeypatch, caplog):
+    valid = local_text.cut(TEXT, (0.8, 0.1, 0.1), "here")[1]
+    expected = evaluate(workdir, splits="valid")
+    monkeypatch.setattr(corpora, "load_corpus", None)
+    path = tmp_path / "some.txt"
+    path.write_text(valid)
+    evaluation = evaluate(workdir, text=str(path), temperature="search")
+    found = scores_of(evaluation)
+    assert found["deterministic", "text"] == pytest.approx(
+        scores_of(expected)["deterministic", "valid"], rel=1e-6
+    )
+    path.write_text("Ω" + valid)
+    row = evaluate(workdir, text=str(path))["results"][-1]
+    assert row["unknown_tokens"] == 1 and row["nats"] != found["deterministic", "text"]
+    assert "'Ω'" in caplog.text
+
+
+def test_ensembles_average_probabilities(workdir, tmp_path):
+    vocab = vocabularies.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
+    ids = np.array([1, 2, 3], np.int32)
+    for name, nats in (("a", [1.0, 2.0, 3.0]), ("b", [2.0, 1.0, 3.0])):
+        scores = passes.TokenScores(ids, np.array(nats, np.float32))
+        tokens.write_tokens(tmp_path / f"{name}.npz", scores, vocab)
+    paths = [str(tmp_path / f"{name}.npz") for name in "ab"]
+    output = str(tmp_path / "both.npz")
+    (result,) = scoring.run([], make_options(ensemble=",".join(paths), output=output))
+    mixed = -np.log((np.exp(-1) + np.exp(-2)) / 2)
+    assert result["nats"] == pytest.approx((2 * mixed + 3) / 3)
+    assert result["nats"] < min(result["members"])
+    np.testing.assert_allclose(tokens.read_tokens(output)[0].nats, [mixed, mixed, 3.0], rtol=1e-6)
+
+    other = passes.TokenScores(np.array([1, 2, 4]), np.ones(3))
+    tokens.write_tokens(tmp_path / "c.npz", other, vocab)
+    tokens.write_tokens(tmp_path / "d.npz", passes.TokenScores(ids[:2], np.ones(2)), vocab)
+    tokens.write_tokens(tmp_path / "e.npz", passes.TokenScores(ids, np.ones(3)), "another")
+    (tmp_path / "f.npz").write_text("not at all")
+    for name, message in (
+        ("c", "first at token 2"),
+        ("d", "3 and 2 tokens"),
+        ("e", "vocabularies differ"),
+        ("f", "not a file of token scores"),
+        ("g", "does not exist"),
+    ):
+        with pytest.raises(errors.UsageError, match=message):
+            tokens.ensemble([paths[0], tmp_path / f"{name}.npz"])
+    with pytest.raises(errors.UsageError, match="two or more"):
+        tokens.ensemble(paths[:1])
+
+
+def fake_evaluation(name, corpus, model, params, unit, rows):
+    results = [{"method": m, "text": t, "nats": nats} for (m, t), nats in rows.items()]
+    return {
+        **{"workdir": name, "step": 9, "finished": True, "unit": unit, "results": results},
+        "run": {"corpus": corpus, "model": model, "params": params},
+    }
+
+
+def test_markdown_sets_our_numbers_beside_the_papers(tmp_path, capsys):
+    ours = fake_evaluation(
+        *("a", "ptb", "mogrifier", "24M", "ppl"),
+        {("deterministic", "test"): 3.93124 + np.log(1.1), ("mc_dyneval", "valid"): 3.8042},
+    )
+    own = fake_evaluation("b", "pydoc", "lstm", "500k", "bpc", {("deterministic", "valid"): 1.5})
+    for evaluation in (ours, own):
+        (tmp_path / evaluation["workdir"]).mkdir()
+        workdirs.write_json(tmp_path / evaluation["workdir"], "evaluation.json", evaluation)
+    folders = [str(tmp_path / name) for name in "ab"]
+    output = tmp_path / "RESULTS.md"
+    scoring.run(folders, make_options(methods="", output=str(output)))
+    markdown = output.read_text()
+    assert markdown.strip() == capsys.readouterr().out.strip()
+    perplexity = np.exp(3.93124)
+    assert f"{1.1 * perplexity:.2f} ({perplexity:.2f}, +{0.1 * perplexity:.2f})" in markdown
+    assert f"{np.exp(3.8042):.2f} ({np.exp(3.8042):.2f}, +0.00)" in markdown
+    assert f"| – ({np.exp(3.95346):.2f}) |" in markdown  # Not measured by us.
+    assert "## pydoc, bits per character" in markdown and f"| {1.5 / np.log(2):.4f} |" in markdown
+
+
+def test_runs_are_found_in_the_papers_tables():
+    config = pydoc.get_config()
+    with config.unlocked():
+        config.data.name = "enwik8"
+        config.model.num_params = 48_000_000
+    run = report.describe_run(config, 1)
+    assert report.paper_nats(run, "deterministic") == [0.78663, 0.79413, 0.71751, 0.70177]
+    assert report.paper_nats({**run, "params": "24M"}, "deterministic") == [None] * 4
+
+
+def test_minimise_finds_the_minimum():
+    calls = []
+
+    def f(x):
+        calls.append(x)
+        return (x - 0.93) ** 2
+
+    assert methods.minimise(f, 0.5, 1.5) == pytest.approx(0.93, abs=1e-3)
+    assert len(calls) < 20
+    assert methods.minimise(lambda x: x, 0.5, 1.5) == pytest.approx(0.5, abs=2e-3)
+
+
+def test_minimised_temperature_is_no_worse_than_the_grid(workdir):
+    rows = [
+        evaluate(workdir, temperature=rule, splits="valid")["results"][0]["temperature"]
+        for rule in ("search", "minimise")
+    ]
+    scorer = methods.Scorer(str(workdir), make_options(temperature="search"))
+    search = scorer.make_search(scorer.deterministic_search, scorer.batch_size, scorer.window)
+    assert search(rows[1]) <= search(rows[0]) + 1e-6
+    assert search(rows[1] + 0.3) > search(rows[1])
+
+
+def test_a_run_that_is_still_going_on_says_which_step_was_used(workdir, caplog):
+    (workdir / "results.json").unlink()
+    with checkpoints.Checkpoints(workdir), caplog.at_level("INFO"):  # As the run holds it.
+        loaded = pretrained.load_weights(workdir)
+    assert not loaded.info["finished"]
+    assert f"best checkpoint so far, of step {loaded.info['step']} of 1" in caplog.text
+
+
+def _damage(folder, what):
+    if what == "checkpoints":
+        shutil.rmtree(folder / "checkpoints")
+    elif what == "vocabulary":
+        vocab = vocabularies.Vocabulary.from_json(workdirs.read_vocabulary(folder))
+        others = [t for t in vocab.tokens if t not in "xyz"] + ["X", "Y", "Z"]
+        changed = vocabularies.Vocabulary.from_tokens(others, "character")
+        (folder / "vocabulary.json").write_text(changed.to_json())
+    elif what:
+        (folder / what).write_bytes(b"" if what == "empty.txt" else b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    "damage, changes, message",
+    [
+        ("checkpoints", {}, "no checkpoint yet"),
+        ("vocabulary", {}, "another vocabulary"),
+        ("empty.txt", {"text": "empty.txt"}, "is empty"),
+        ("broken.txt", {"text": "broken.txt"}, "not UTF-8"),
+        ("", {"text": "missing.txt"}, "is not a file"),
+        ("", {"text": "config.json", "multipliers": "0.5,1", "methods": "mc"}, "give one value"),
+        ("", {"temperature": "0"}, "temperature=0 is out of range"),
+        ("", {"temperature": "warm"}, "out of range"),
+        ("", {"splits": "exam"}, "split 'exam'"),
+        ("", {"methods": "guess"}, "method 'guess'"),
+        ("", {"which": "worst"}, "checkpoint 'worst'"),
+        ("", {"multipliers": "0.5;1", "methods": "mc"}, "not a list of numbers"),
+        ("", {"methods": ""}, "evaluate that run first"),
+    ],
+)
+def test_what_cannot_be_is_said_clearly(workdir, damage, changes, message):
+    _damage(workdir, damage)
+    if "text" in changes:
+        changes = {**changes, "text": str(workdir / changes["text"])}
+    with pytest.raises(errors.UsageError, match=message):
+        evaluate(workdir, **changes)
+
+
+def test_no_workdir_is_said_clearly(tmp_path):
+    for folders, message in (([""], "--workdir is missing"), ([str(tmp_path / "x")], "not exist")):
+        with pytest.raises(errors.UsageError, match=message):
+            scoring.run(folders, make_options())
+    with pytest.raises(errors.UsageError, match="has no config"):
+        scoring.run([str(tmp_path)], make_options())
+
+
+def test_units_follow_the_corpus():
+    assert texts.unit_of("ptb_char", "word") == "bpc"
+    assert texts.unit_of("ptb", "word") == "ppl"
