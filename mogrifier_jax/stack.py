@@ -54,9 +54,7 @@ def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
     """A zero carry for each layer of a stack or model."""
     make = layers.find_cell(module.cell)
     cell = make(module.hidden_size, dtype=module.dtype, parent=None)
-    return (
-        cell.initialize_carry(jax.random.key(0), (batch_size, module.hidden_size)),
-    ) * module.num_layers
+    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
 
 
 class Stack(nn.Module):

@@ -83,8 +83,7 @@ def test_copy_task_sizes_are_maximal(embedding_size, hidden_size):
 
     assert count(hidden_size) <= 10_000_000 < count(hidden_size + 1)
     model = models.EncoderDecoder(1003, hidden_size, embedding_size, cell_options={"rounds": 0})
-    tokens, lengths = jnp.zeros((1, 2), jnp.int32), jnp.array([2])
-    assert real_count(model, tokens, lengths, tokens, tokens, lengths) == count(hidden_size)
+    assert real_count(model, *model.example().values()) == count(hidden_size)
 
 
 # [D, H, options, tensors]: every tensor of one layer written out.
