@@ -14,6 +14,7 @@ from mogrifier_jax import (
     errors,
     methods,
     options,
+    partitioning,
     passes,
     pretrained,
     report,
@@ -48,6 +49,13 @@ def small_corpus():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(corpora._READERS, "pydoc", (read, ()))
+        # One device compiles sooner; the tests of the methods have meshes.
+        make_mesh = partitioning.make_mesh
+        patch.setattr(
+            partitioning,
+            "make_mesh",
+            lambda data=-1, model=1: make_mesh(data, model, jax.devices()[:1]),
+        )
         yield
 
 
