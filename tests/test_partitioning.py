@@ -72,13 +72,13 @@ def test_a_hidden_size_that_does_not_fit_is_refused_with_those_that_do():
         partitioning.check_hidden_size(mesh, fitting)
 
 
-def make_config(**model):
+def make_config():
     """A small model with every dropout on, and resets."""
     config = pydoc.get_config("tiny").copy_and_resolve_references()
     with config.unlocked():
         config.data.update(batch_size=8, window=5, drop_state_probability=0.3)
-        config.model.update(hidden_size=8, embedding_ratio=0.5, rounds=2, rank=2, **model)
-        config.dropout.update(input=0.2, inter_layer=0.3, state=0.4, output=0.3)
+        config.model.update(hidden_size=8, embedding_ratio=0.5, rounds=2, rank=2, num_layers=1)
+        config.dropout.update(input=0.2, state=0.4, output=0.3)
     return config
 
 
@@ -110,9 +110,9 @@ def test_wide_dimensions_are_split_over_model_and_stripes_over_data(monkeypatch)
     assert state.params["embedding"].sharding.spec == PartitionSpec(None, None)
 
 
-def train_on(mesh, num_steps=4, **model):
+def train_on(mesh, num_steps=4):
     """Losses of the first steps, and again with one more rate, from the same program."""
-    run = train.make_run(make_config(**model), mesh)
+    run = train.make_run(make_config(), mesh)
     shardings = train.shardings_of(run.abstract_state())
     jitted = run.jit_steps()
 
@@ -142,7 +142,7 @@ def test_losses_with_dropout_do_not_depend_on_the_mesh(shape, on_one_device):
 
 def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
     monkeypatch.setattr(corpora, "load_corpus", read_odd_text)
-    config = make_config(num_layers=1)
+    config = make_config()
     scores = []
     for mesh in (make_mesh(1), make_mesh(4, 2)):
         run = train.make_run(config, mesh)

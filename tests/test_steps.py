@@ -2,21 +2,13 @@
 
 import functools
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mogrifier_jax import averaging, data, models, optim, steps
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Programs run for moments only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+from tests import golden, quick
 
 
 def make_program(model, optimizer, **options):
@@ -36,7 +28,7 @@ def make_state(program, params, carry):
 
 
 def jit_step(program):
-    return jax.jit(functools.partial(steps.train_step, program=program))
+    return quick.jit(functools.partial(steps.train_step, program=program))
 
 
 @functools.cache
@@ -130,7 +122,7 @@ class SmallModel:
         self.model = models.make_model(11, hidden_size=8, num_layers=1, rounds=1, rank=2)
         self.program = make_program(self.model, optim.make_optimizer())
         key = jax.random.key(0)
-        self.init = jax.jit(
+        self.init = quick.jit(
             functools.partial(steps.init_state, program=self.program),
             static_argnames=("batch_size", "carries"),
         )
@@ -164,7 +156,7 @@ def test_tuned_numbers_do_not_compile_again(small):
 
 
 def test_many_steps_are_single_steps(small):
-    together = jax.jit(
+    together = quick.jit(
         functools.partial(steps.train_steps, program=small.program), static_argnames="num_steps"
     )
     final, metrics = together(small.state, small.batch, small.hyper, num_steps=3)
