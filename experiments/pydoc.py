@@ -2,7 +2,8 @@ r"""The help texts of the running Python, character level: nothing to download, 
 
     python -m mogrifier_jax.main --config=experiments/pydoc.py --workdir=runs/pydoc
 
-Measured: not yet.
+Measured: about 1.84 bits per character on valid and 1.51 on test, with Python 3.11's texts, in
+about seven minutes of CPU time.
 
 Variants: `mogrifier` (default) or `lstm`; `tiny` is a smoke run of seconds.
 """
@@ -71,9 +72,9 @@ def get_config(variant=""):
     config.schedule = dict(turns=8, steps_per_turn=100, **experiment.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
-        temperature_tokens=50_000,
+        temperature_tokens=10_000,
         lines_per_stripe=100,
-        train_windows=20,
+        train_windows=5,
         max_windows=config_dict.placeholder(int),  # Of a split; all unless set.
     )
     config.mesh = dict(data=-1, model=1)

@@ -208,12 +208,7 @@ def log_probabilities(model, batch, carry, rates, temperature):
     steps = jnp.arange(batch.inputs.shape[1])[:, None]
     valid = None if batch.lengths is None else steps < batch.lengths[None]
     end, hs = model.run(batch.inputs, start, valid, rates)
-    softmax = model.softmax
-    features, log_weights = softmax.features(hs, rates)
-    logits = softmax.component_logits(softmax.matrix(model.embedding), temperature, features)
-    log_p = jax.nn.log_softmax(logits)
-    if log_weights is not None:
-        log_p = jax.nn.logsumexp(log_p + log_weights[..., None], axis=-2)
+    log_p = jax.nn.log_softmax(model.softmax.logits(hs, model.embedding, temperature, rates))
     return jnp.swapaxes(log_p, 0, 1), () if start is None else end
 
 

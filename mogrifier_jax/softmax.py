@@ -66,9 +66,9 @@ class Softmax(nn.Module):
         nats = jax.lax.map(jax.checkpoint(lambda part: score(*part)), parts)
         return nats.reshape(chunks * size, batch)[:steps]
 
-    def logits(self, hs, embedding, temperature) -> jax.Array:
+    def logits(self, hs, embedding, temperature, rates=stack.NO_DROPOUT) -> jax.Array:
         """Unnormalised log-probabilities [T, B, V]."""
-        us, log_weights = self.features(hs, stack.Dropout())
+        us, log_weights = self.features(hs, rates)
         logits = component_logits(us, self.matrix(embedding), self.bias, temperature)
         if log_weights is None:
             return logits

@@ -39,6 +39,7 @@ def test_every_epoch_has_every_example_once_across_batches(size, batch_size):
             assert np.mean(a == b) < 0.2
 
 
+@pytest.mark.slow
 def test_the_order_looks_random():
     size = 1000
     epochs = read_order(3, size, size, 400).reshape(400, size)
@@ -52,6 +53,7 @@ def test_the_order_looks_random():
     assert np.abs(np.corrcoef(epochs[:40])[~np.eye(40, dtype=bool)]).max() < 5 / np.sqrt(size)
 
 
+@pytest.mark.slow
 def test_half_a_million_examples_are_a_permutation():
     keys = jax.random.key(0)[None]
     permute = jax.jit(episodes._permute, static_argnums=3)
