@@ -9,7 +9,8 @@ Paper, perplexity on valid / test (hidden sizes 951 and 912):
     LSTM       55.8 / 54.6     48.9 / 48.4   55.5 / 54.1   48.6 / 48.4
     Mogrifier  52.1 / 51.0     45.1 / 45.0   51.4 / 50.1   44.9 / 44.8
 
-Measured: not yet.
+Measured: `small`, validation perplexity at the turns 0 to 5 of 10: 10081.7, 299.6, 220.6, 189.5,
+168.1, 156.0 (two CPU cores; the run was not finished). The full size: not yet.
 
 Variants: `mogrifier` (default) or `lstm`; `small` has 2M parameters and takes 1000
 steps, for a CPU; `tiny` is a smoke run.
