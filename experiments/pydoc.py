@@ -72,9 +72,9 @@ def get_config(variant=""):
     config.schedule = dict(turns=8, steps_per_turn=100, **experiment.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
-        temperature_tokens=10_000,
+        temperature_tokens=50_000,
         lines_per_stripe=100,
-        train_windows=5,
+        train_windows=20,
         max_windows=config_dict.placeholder(int),  # Of a split; all unless set.
     )
     config.mesh = dict(data=-1, model=1)
