@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from mogrifier_jax import averaging, data, steps, train
+from mogrifier_jax import averaging, data, runs, steps
 
 
 def load_config(name: str):
@@ -30,7 +30,7 @@ def load_config(name: str):
     return module.get_config(variant)
 
 
-def make_contenders(run: train.Run, num_steps: int) -> dict:
+def make_contenders(run: runs.Run, num_steps: int) -> dict:
     fresh = jax.jit(run.init_state)
     stream, batch_size = run.task.stream, run.batch_size
     batch = jax.jit(run.task.batch_at)(stream, jnp.int32(1))
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--clock", default="wall", choices=timing.CLOCKS)
     args = parser.parse_args()
-    run = train.make_run(load_config(args.config))
+    run = runs.make_run(load_config(args.config))
     contenders = make_contenders(run, args.num_steps)
     seconds = timing.take_turns(contenders, args.repeats, args.clock)
     tokens = run.batch_size * run.config.data.window * args.num_steps

@@ -25,9 +25,9 @@ from mogrifier_jax import (
     partitioning,
     passes,
     pretrained,
+    runs,
     tasks,
     texts,
-    train,
 )
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
@@ -59,7 +59,7 @@ class Scorer:
         config = self.loaded.config
         self.batch_size = config.data.batch_size // config.optimizer.get("accumulate", 1)
         self.window = options.window or config.data.window
-        self.dropout = train.make_dropout(self.model, **config.dropout)
+        self.dropout = runs.make_dropout(self.model, **config.dropout)
         self.key = jax.random.key(options.seed)
 
     @functools.cached_property

@@ -30,8 +30,8 @@ from mogrifier_jax import (
     models,
     partitioning,
     progress,
+    runs,
     targets,
-    train,
 )
 
 _GIB = 1024**3
@@ -109,7 +109,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
     """Compiles the train step of a config for a target and reads what it will cost."""
     mesh = _mesh(config, target)
     task = abstract_tasks.make_task(config.data, mesh)
-    made = train.make_run(config, mesh, task)
+    made = runs.make_run(config, mesh, task)
     state, count = made.abstract_state(), max(1, config.get("log_every", 20))
     traced = made.jit_steps().trace(state, task.stream, made.hyper, num_steps=count)
     common = dict(

@@ -9,7 +9,7 @@ from mogrifier_jax import metrics, models, progress, steps
 
 
 def describe_run(run: Any, state: steps.TrainState, workdir: str) -> str:
-    """Sizes, parameters, memory, mesh and data of a `train.Run`."""
+    """Sizes, parameters, memory, mesh and data of a `runs.Run`."""
     model, rules = run.model, run.rules
     parts = models.count_parameters(model)
     options = dict(model.cell_options)

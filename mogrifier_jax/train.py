@@ -2,17 +2,13 @@
 
 A run is `turns` x `steps_per_turn` optimizer steps with an evaluation before each turn. It
 resumes by itself in the same workdir, exactly: the state holds everything, and dispatches
-are cut at the same steps whether or not a run was interrupted.
+are cut at the same steps whether or not a run was interrupted. `runs.py` reads the config.
 """
 
 import contextlib
-import difflib
-import functools
-import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,188 +17,20 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import (
-    averaging,
     checkpoints,
     errors,
     evaluate,
     metrics,
-    models,
-    optim,
-    partitioning,
     plots,
     progress,
+    runs,
     runtime,
     schedule,
     signals,
     steps,
     summaries,
-    tasks,
     workdirs,
 )
-
-# What may differ when a run is resumed, as it does not move its numbers.
-FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
-SECTIONS = (
-    *("seed", "log_every", "data", "model", "dropout", "optimizer"),
-    *("averaging", "schedule", "evaluation", "mesh"),
-)
-
-
-Made = TypeVar("Made")
-
-
-class Run(NamedTuple):
-    """A config made concrete: what is trained, on what, where, by which rules."""
-
-    config: config_dict.ConfigDict
-    mesh: jax.sharding.Mesh
-    task: tasks.Task
-    model: Any
-    program: steps.Program
-    hyper: steps.Hyperparameters
-    rules: schedule.Rules
-    evaluation: evaluate.Settings
-
-    @property
-    def batch_size(self) -> int:
-        """Global number of stripes."""
-        return self.config.data.batch_size
-
-    @property
-    def tokens_per_step(self) -> int:
-        """How many tokens a step reads."""
-        return self.batch_size * self.config.data.window
-
-    def init_state(self) -> steps.TrainState:
-        """A fresh state; trace it under jit or eval_shape."""
-        key = jax.random.key(self.config.seed)
-        return steps.init_state(
-            key, program=self.program, batch_size=self.batch_size, carries=self.task.carries
-        )
-
-    def abstract_state(self) -> steps.TrainState:
-        """Shapes, dtypes and shardings of the state."""
-        return partitioning.with_shardings(jax.eval_shape(self.init_state), self.mesh)
-
-    def jit_steps(self) -> jax.stages.Wrapped:
-        """(state, stream, hyper, num_steps=...) to (state, metrics), as training compiles it."""
-        in_place = shardings_of(self.abstract_state())
-        return jax.jit(
-            functools.partial(steps.train_steps, program=self.program),
-            static_argnames="num_steps",
-            donate_argnames="state",
-            out_shardings=(in_place, partitioning.replicated(self.mesh)),
-        )
-
-
-def make_run(config: config_dict.ConfigDict, mesh: Any = None, task: Any = None) -> Run:
-    """Reads every section of a config; what does not fit is an error before any compute."""
-    check_keys("config", config, known=SECTIONS, required=set(SECTIONS) - {"log_every"})
-    needed = {"name", "batch_size", "window"}
-    check_keys("config.data", config.data, known=config.data, required=needed)
-    mesh = mesh or make(partitioning.make_mesh, "mesh", **config.mesh)
-    optimizer = dict(config.optimizer)
-    learning_rate, l2_penalty, groups, reduce = pop_step_options(optimizer)
-    optimizer = make(optim.make_optimizer, "optimizer", **optimizer)
-    rules = make(schedule.Rules, "schedule", **config.schedule, **averaging_rules(config.averaging))
-    average = averaging.make_averaging(config.averaging.kind)
-    evaluation = make(evaluate.Settings, "evaluation", **config.evaluation)
-    if config.get("log_every", 1) < 1:
-        raise errors.UsageError(f"log_every {config.log_every} must be at least 1 step")
-    # A vocabulary of three shows what is wrong with the model before a corpus is read.
-    copies = config.data.name == "reverse_copy"
-    trial = models.make_model(3, encoder_decoder=copies, **config.model)
-    jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
-    make_dropout(trial, **config.dropout)
-    partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
-
-    stream_key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    data_options = dict(config.data)
-    drop_state = data_options.pop("drop_state_probability", 0.0)
-    check_probability("data.drop_state_probability", drop_state)
-    task = task or tasks.make_task(stream_key, mesh, **data_options)
-    model = models.make_model(
-        len(task.vocabulary), encoder_decoder=task.encoder_decoder, **config.model
-    )
-    partitioning.check_hidden_size(mesh, model.hidden_size)
-    hyper = steps.Hyperparameters(
-        learning_rate, l2_penalty, drop_state, make_dropout(model, **config.dropout)
-    )
-    program = steps.Program(model, optimizer, average, task.batch_at, groups, reduce)
-    return Run(config, mesh, task, model, program, hyper, rules, evaluation)
-
-
-def make(function: Callable[..., Made], section: str, **options: Any) -> Made:
-    """Calls a constructor with a config section; a key that it lacks is named."""
-    parameters = inspect.signature(function).parameters
-    required = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
-    check_keys(f"config.{section}", options, known=parameters, required=required)
-    return function(**options)
-
-
-def check_keys(
-    section: str, given: Iterable[str], known: Iterable[str], required: Set[str]
-) -> None:
-    """Refuses keys that nothing reads, and asks for those that are needed."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known) or known
-            raise errors.UsageError(
-                f"{section}.{name} is read by nothing; did you mean {' or '.join(near)}?"
-            )
-    missing = required - set(given)
-    if missing:
-        raise errors.UsageError(f"{section} lacks {', '.join(sorted(missing))}; add it")
-
-
-def pop_step_options(optimizer: dict[str, Any]) -> tuple[float, float, int, str]:
-    """Takes out of `config.optimizer` what the train step reads: rate, L2, groups and reduction."""
-    required = {"learning_rate", "l2_penalty"}
-    check_keys("config.optimizer", required & optimizer.keys(), required, required)
-    rates = {name: optimizer.pop(name) for name in ("learning_rate", "l2_penalty")}
-    for name, value in rates.items():
-        if not 0 <= value < math.inf:
-            raise errors.UsageError(f"optimizer.{name} {value} must be 0 or more, and finite")
-    groups, reduce = optimizer.pop("accumulate", 1), optimizer.pop("accumulate_reduce", "mean")
-    if groups < 1 or reduce not in ("sum", "mean"):
-        raise errors.UsageError(
-            f"optimizer.accumulate {groups} with accumulate_reduce {reduce!r} cannot be: give a "
-            "number of groups of 1 or more, and 'sum' or 'mean'"
-        )
-    return *rates.values(), groups, reduce
-
-
-def averaging_rules(section: config_dict.ConfigDict) -> dict[str, int | None]:
-    """The triggers of `config.averaging`, as `schedule.Rules` names them."""
-    known = ("kind", "trigger_turns", "trigger_at_the_latest")
-    check_keys("config.averaging", section, known=known, required={"kind"})
-    if section.kind != "triggered":
-        return {}
-    return {
-        "averaging_turns": section.get("trigger_turns"),
-        "averaging_at_the_latest": section.get("trigger_at_the_latest"),
-    }
-
-
-def check_probability(name: str, value: float | None) -> None:
-    """Refuses what is not a probability of dropping."""
-    if value is not None and not 0 <= value < 1:
-        raise errors.UsageError(
-            f"{name} {value} is not a probability of dropping: give 0 <= rate < 1"
-        )
-
-
-def make_dropout(model: Any, **rates: float | None) -> models.Dropout:
-    """The rates of `config.dropout`; a rate of zero takes the operation away."""
-    check_keys("config.dropout", rates, known=models.Dropout._fields, required=set())
-    for name, rate in rates.items():
-        check_probability(f"dropout.{name}", rate)
-    projects = getattr(model, "mixture_components", 0) or model.embedding_size != model.hidden_size
-    if rates.get("downprojected") is None:
-        rates["downprojected"] = rates.get("output")
-    if not projects:
-        rates["downprojected"] = None
-    return models.Dropout(**{name: rate or None for name, rate in rates.items()})
 
 
 def train_and_evaluate(
@@ -210,8 +38,8 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
     trace = runtime.Trace(workdir, profile_steps)
-    workdirs.check_config(workdir, config, ignore=FREE_KEYS)
-    run = make_run(config)
+    workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
+    run = runs.make_run(config)
     with checkpoints.Checkpoints(workdir) as saved:
         workdirs.write_run_files(workdir, config, run.task.vocabulary.to_json())
         state, done = restore_or_init(run, saved)
@@ -226,7 +54,7 @@ def train_and_evaluate(
 
 
 def restore_or_init(
-    run: Run, saved: checkpoints.Checkpoints
+    run: runs.Run, saved: checkpoints.Checkpoints
 ) -> tuple[steps.TrainState, schedule.Progress]:
     """The newest good state of the workdir with its progress, or a fresh one."""
     abstract = run.abstract_state()
@@ -234,15 +62,10 @@ def restore_or_init(
     if restored is not None:
         logging.info("resuming at step %d", restored.step)
         return restored.state, schedule.Progress.from_dict(restored.info["progress"])
-    return jax.jit(run.init_state, out_shardings=shardings_of(abstract))(), schedule.Progress()
+    return jax.jit(run.init_state, out_shardings=runs.shardings_of(abstract))(), schedule.Progress()
 
 
-def shardings_of(tree: Any) -> Any:
-    """The sharding of every leaf."""
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
-def draw_learning_curve(run: Run, workdir: str) -> None:
+def draw_learning_curve(run: runs.Run, workdir: str) -> None:
     """Leaves a picture, if there is anything to draw it with."""
     try:
         plots.learning_curve(workdir, unit=run.task.score_unit)
@@ -260,14 +83,14 @@ class Loop:
     """The turns of a run."""
 
     def __init__(
-        self, run: Run, workdir: str, saved: checkpoints.Checkpoints, trace: runtime.Trace
+        self, run: runs.Run, workdir: str, saved: checkpoints.Checkpoints, trace: runtime.Trace
     ):
         self.run, self.workdir, self.saved, self._trace = run, workdir, saved, trace
         self._log_every = run.config.get("log_every", 20)
         self._steps = run.jit_steps()
         average = run.program.average
         # An average that changed its place would have the train step compiled again.
-        in_place = shardings_of(run.abstract_state().average)
+        in_place = runs.shardings_of(run.abstract_state().average)
         self._candidates = jax.jit(average.candidates)
         self._value = jax.jit(average.value)
         self._after_evaluation = jax.jit(average.after_evaluation, out_shardings=in_place)

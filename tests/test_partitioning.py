@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from experiments import pydoc
-from mogrifier_jax import corpora, errors, evaluate, partitioning, train, vocabulary
+from mogrifier_jax import corpora, errors, evaluate, partitioning, runs, vocabulary
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,7 +92,7 @@ def read_odd_text(name, **options):
 
 
 def test_wide_dimensions_are_split_over_model_and_stripes_over_data(monkeypatch):
-    state = train.make_run(make_config(), make_mesh(4, 2)).abstract_state()
+    state = runs.make_run(make_config(), make_mesh(4, 2)).abstract_state()
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
     cell = specs.params["stack"]["layers_0"]["cell"]
     assert specs.params["embedding"] == PartitionSpec("model", None)
@@ -106,14 +106,14 @@ def test_wide_dimensions_are_split_over_model_and_stripes_over_data(monkeypatch)
     assert moments["embedding"] == PartitionSpec("model", None)
     # A vocabulary that is odd stays whole.
     monkeypatch.setattr(corpora, "load_corpus", read_odd_text)
-    state = train.make_run(make_config(), make_mesh(4, 2)).abstract_state()
+    state = runs.make_run(make_config(), make_mesh(4, 2)).abstract_state()
     assert state.params["embedding"].sharding.spec == PartitionSpec(None, None)
 
 
 def train_on(mesh, num_steps=4):
     """Losses of the first steps, and again with one more rate, from the same program."""
-    run = train.make_run(make_config(), mesh)
-    shardings = train.shardings_of(run.abstract_state())
+    run = runs.make_run(make_config(), mesh)
+    shardings = runs.shardings_of(run.abstract_state())
     jitted = run.jit_steps()
 
     def losses(hyper):
@@ -145,8 +145,8 @@ def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
     config = make_config()
     scores = []
     for mesh in (make_mesh(1), make_mesh(4, 2)):
-        run = train.make_run(config, mesh)
-        shardings = train.shardings_of(run.abstract_state())
+        run = runs.make_run(config, mesh)
+        shardings = runs.shardings_of(run.abstract_state())
         params = jax.jit(run.init_state, out_shardings=shardings)().params
         # Six stripes, which the mesh fills up to eight.
         evaluation = evaluate.Evaluation(run.model, run.task.plan("valid", 6), chunk=4)

@@ -18,6 +18,7 @@ from mogrifier_jax import (
     passes,
     pretrained,
     report,
+    runs,
     scoring,
     texts,
     tokens,
@@ -155,7 +156,7 @@ def test_weights_are_the_averaged_ones_and_need_no_corpus(trained, monkeypatch):
     assert loaded.temperature == 0.9 and loaded.info["finished"]
     shapes = jax.eval_shape(lambda: loaded.model.init(jax.random.key(0), **loaded.model.example()))
     assert jax.tree.structure(loaded.params) == jax.tree.structure(shapes["params"])
-    run = train.make_run(make_config(), task=_no_task(loaded))
+    run = runs.make_run(make_config(), task=_no_task(loaded))
     with checkpoints.Checkpoints(trained, read_only=True) as saved:
         state = saved.restore(run.abstract_state(), which="best").state
     expected = run.program.average.value(state.average, state.params)

@@ -28,6 +28,7 @@ from mogrifier_jax import (
     evaluate,
     metrics,
     partitioning,
+    runs,
     train,
     workdirs,
 )
@@ -92,7 +93,7 @@ def records(workdir, kind, key):
 
 def restore(config, workdir, which="latest"):
     with checkpoints.Checkpoints(workdir, read_only=True) as saved:
-        return saved.restore(train.make_run(config).abstract_state(), which=which)
+        return saved.restore(runs.make_run(config).abstract_state(), which=which)
 
 
 @pytest.fixture(scope="module")
@@ -485,18 +486,18 @@ def test_what_does_not_fit_is_refused_before_a_corpus_is_read(config, words, mon
 
 def test_options_of_a_corpus_are_refused_before_it_is_read(tmp_path):
     with pytest.raises(errors.UsageError, match="corpus 'pydoc' has no option 'windo'"):
-        train.make_run(bad("data", windo=3))
+        runs.make_run(bad("data", windo=3))
 
 
 def test_dropout_rates_of_nothing_are_taken_away():
     config = make_config({"dropout.input": 0.0, "dropout.state": 0.25, "dropout.output": 0.5})
-    dropout = train.make_run(config).hyper.dropout
+    dropout = runs.make_run(config).hyper.dropout
     assert dropout.input is None and dropout.state == 0.25
     # Nothing is projected, so there is nothing to drop behind it; with a projection, as output.
     assert dropout.downprojected is None
     projecting = copy.deepcopy(config)
     projecting.model.embedding_ratio = 0.5
-    assert train.make_run(projecting).hyper.dropout.downprojected == 0.5
+    assert runs.make_run(projecting).hyper.dropout.downprojected == 0.5
     projecting.dropout.downprojected = 0.1
-    assert train.make_run(projecting).hyper.dropout.downprojected == 0.1
+    assert runs.make_run(projecting).hyper.dropout.downprojected == 0.1
     assert isinstance(config, config_dict.ConfigDict)
