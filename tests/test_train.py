@@ -300,8 +300,8 @@ def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
     """A stop may be asked for between the step that breaks them and the loss that shows it."""
     train_some = train.Loop.train_some
 
-    def break_weights(self, state, done):
-        state = train_some(self, state, done)
+    def break_weights(self, state):
+        state = train_some(self, state)
         signal.raise_signal(signal.SIGTERM)
         return state.replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params))
 
@@ -326,8 +326,8 @@ def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
     trained, evaluated = [], []
     train_some, evaluate_weights = train.Loop.train_some, evaluate.TurnEvaluation.__call__
 
-    def note_trained(self, state, done):
-        state = train_some(self, state, done)
+    def note_trained(self, state):
+        state = train_some(self, state)
         trained.append(jax.device_get(state.params))
         return state
 
