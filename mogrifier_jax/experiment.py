@@ -1,14 +1,41 @@
-"""What the files in experiments/ share: reading the variant after the colon."""
+"""What the files in experiments/ share: the variant after the colon, and sets of variants."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import importlib.resources
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
 from mogrifier_jax import errors
 
 
-def choose(variant: str, *groups: Sequence[str]) -> tuple[str, ...]:
+class Row(NamedTuple):
+    """One variant of a set."""
+
+    variant: str
+    label: str  # Of the row, or of the curve that the row is a point of.
+    x: float | str | None = None  # Its place in the figure, if that has an axis.
+    paper: float | None = None  # Validation nats in the paper.
+
+
+class Set(NamedTuple):
+    """Variants to be compared; a file lists its sets in SETS, and `sweeps.py` runs them."""
+
+    title: str
+    rows: Sequence[Row]
+    x_label: str | None = None
+    unit: str | None = None  # "nats", or that of the task unless set.
+
+
+@functools.cache
+def paper_numbers() -> dict[str, Any]:
+    """The numbers of arXiv:1909.01792."""
+    return json.loads((importlib.resources.files(__package__) / "paper_results.json").read_text())
+
+
+def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:
     """One name from each group for a comma separated variant; the first name is the default.
 
     An empty default means "none of these".
@@ -21,7 +48,7 @@ def choose(variant: str, *groups: Sequence[str]) -> tuple[str, ...]:
                 f"variant {name!r} is unknown: this experiment has {', '.join(known)}"
             )
     chosen = []
-    for group in groups:
+    for group in map(tuple, groups):
         picks = [name for name in group if name in names]
         if len(picks) > 1:
             raise errors.UsageError(

@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from mogrifier_jax import errors, options
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample", "preflight")
+MODES = ("train", "evaluate", "sample", "preflight", "sweep")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
@@ -25,13 +25,17 @@ _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _EVAL = config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
 _JSON = flags.DEFINE_string("json", None, "For preflight: a file for the numbers.")
-_PROMPT = flags.DEFINE_string("prompt", "", "For sample: how the text begins.")
+_PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
 _LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
 _TOP_P = flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw at once.")
 _SEED = flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
+_SET = flags.DEFINE_string("set", None, "For sweep: which sets of the experiment, as a,b.")
+_SEEDS = flags.DEFINE_string("seeds", "1", "For sweep: of the runs, as 1,2,3.")
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "For sweep: runs at a time.")
+_REPORT = flags.DEFINE_string("report", None, "For sweep: a Markdown file to renew tables in.")
 _PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
@@ -56,7 +60,9 @@ def main(argv: Sequence[str]) -> None:
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
     with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
         progress.setup_logging()
-        modes = dict(train=train, evaluate=evaluate, sample=sample, preflight=preflight)
+        modes = dict(
+            train=train, evaluate=evaluate, sample=sample, preflight=preflight, sweep=sweep
+        )
         modes[_MODE.value]()
 
 
@@ -104,6 +110,24 @@ def preflight() -> None:
     preflights.run(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value, json_path=_JSON.value)
 
 
+def sweep() -> None:
+    """Runs the variants of --set with all --seeds in --workdir, and compares them."""
+    require_config()
+    if _SET.value is None:
+        raise errors.UsageError("--set is missing; give sets of the experiment, as --set=rounds")
+    from mogrifier_jax import sweeps
+
+    sweeps.run(
+        config_filename(),
+        _SET.value,
+        _SEEDS.value,
+        _WORKDIR.value or default_workdir(),
+        overrides=config_flags.get_override_values(FLAGS["config"]),
+        parallel=_PARALLEL.value,
+        report=_REPORT.value,
+    )
+
+
 def train() -> None:
     """Trains the experiment of --config in --workdir, going on where it was."""
     require_config()
@@ -115,7 +139,7 @@ def train() -> None:
         from mogrifier_jax import sample as sampling
 
         print("A sample of what it has learnt:\n")
-        sampling.show(workdir, length=400, temperature=0.7)
+        sampling.run(workdir, length=400, temperature=0.7)
 
 
 def config_filename() -> str:

@@ -1,0 +1,205 @@
+"""What sweeps have found, as tables beside the paper's: mean and spread over seeds.
+
+For each set a sweep leaves in its workdir `<set>.json` (the rows below), `<set>.md` and
+`<set>.png`. A document such as RESULTS.md holds tables between two comments,
+
+    <!-- sweep ablation:small rounds -->
+    <!-- end -->
+
+and `--report` renews them there. Spread is the standard deviation of the sample.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from mogrifier_jax import (
+    experiment,
+    figures,
+    metrics,
+    models,
+    progress,
+    vocabulary,
+    workdirs,
+)
+
+UNITS = {
+    "ppl": "perplexity",
+    "bpc": "bits per character",
+    "bpb": "bits per byte",
+    "nats": "nats per token",
+}
+SPLITS = ("valid", "test")
+
+
+def collect(each: experiment.Set, folders: Mapping[str, Sequence[pathlib.Path]]) -> list[dict]:
+    """A row for each variant of a set that has a run which is done, given all its folders.
+
+    Each row holds what `Row` does, sizes, and `valid` and `test`: scores of the seeds, with their
+    `mean` and `spread`, in `unit`; `nats` are those means in nats.
+    """
+    rows = []
+    for row in each.rows:
+        done = [f for f in folders[row.variant] if (f / "results.json").exists()]
+        if done:
+            rows.append({**row._asdict(), **summarise(done, each.unit)})
+    return rows
+
+
+def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[str, Any]:
+    """Scores, sizes and costs of several runs of one config."""
+    results = [json.loads((folder / "results.json").read_text()) for folder in folders]
+    unit = unit or next(key.removeprefix("valid_") for key in results[0] if key in _SCORES)
+    config = workdirs.read_config(folders[0])
+    vocab = vocabulary.Vocabulary.from_json(workdirs.read_vocabulary(folders[0]))
+    copies = config.data.name == "reverse_copy"
+    model = models.make_model(len(vocab), encoder_decoder=copies, **config.model)
+    records = [_read(folder / "sweep.json", {}) for folder in folders]
+    starts = [start for folder in folders for start in _read(folder / "version.json", [])]
+    summary: dict[str, Any] = {
+        "unit": unit,
+        "runs": [str(folder) for folder in folders],
+        "num_params": sum(models.count_parameters(model).values()),
+        "hidden_size": model.hidden_size,
+        "embedding_size": model.embedding_size,
+        "batch_size": config.data.batch_size,
+        "window": config.data.get("length") or config.data.window,
+        "steps": config.schedule.turns * config.schedule.steps_per_turn,
+        "seconds": sum(record.get("seconds", 0.0) for record in records),
+        "hardware": sorted({record["hardware"] for record in records if "hardware" in record}),
+        "commits": sorted({start["commit"] for start in starts if start.get("commit")}),
+    }
+    for split in SPLITS:
+        nats = [result[f"{split}_nats"] for result in results]
+        scores = [in_unit(value, unit) for value in nats]
+        spread = statistics.stdev(scores) if len(scores) > 1 else None
+        mean = statistics.fmean(scores)
+        summary[split] = {"scores": scores, "mean": mean, "spread": spread}
+        summary[split]["nats"] = statistics.fmean(nats)
+    return summary
+
+
+def in_unit(nats: float, unit: str) -> float:
+    """A cross-entropy in the unit that people read."""
+    if unit == "nats":
+        return nats
+    return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
+
+
+def show(score: Mapping[str, Any], unit: str) -> str:
+    """Mean and spread."""
+    digits = 2 if unit == "ppl" else 4
+    spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
+    return f"{score['mean']:.{digits}f}{spread}"
+
+
+def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | None = None) -> str:
+    """A table of the rows, then what they were made with."""
+    unit = rows[0]["unit"]
+    has_x, has_paper = (any(row[key] is not None for row in rows) for key in ("x", "paper"))
+    head = ["model", *([x_label or "setting"] if has_x else []), "parameters", "hidden", "seeds"]
+    head += ["valid", "test", *(["paper, valid"] if has_paper else []), "minutes a run"]
+    right = ["---"] + ["---:"] * (len(head) - 1)
+    best = min(row["valid"]["nats"] for row in rows)
+    lines = [
+        f"**{title}**, {UNITS[unit]}",
+        "",
+        f"| {' | '.join(head)} |",
+        f"| {' | '.join(right)} |",
+    ]
+    for row in rows:
+        cells = [row["label"], *([_show_x(row["x"])] if has_x else [])]
+        cells += [f"{row['num_params']:,}", str(row["hidden_size"]), str(len(row["runs"]))]
+        scores = [show(row[split], unit) for split in SPLITS]
+        if len(rows) > 1 and row["valid"]["nats"] == best:
+            scores[0] = f"**{scores[0]}**"
+        cells += scores
+        if has_paper:
+            paper = row["paper"]
+            cells.append("" if paper is None else f"{in_unit(paper, unit):.{_digits(unit)}f}")
+        cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", describe(rows)]) + "\n"
+
+
+def describe(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Steps, batch, commit, hardware and hours of all runs."""
+    shapes = {f"{r['steps']:,} steps of {r['batch_size']} x {r['window']} tokens" for r in rows}
+    commits = {
+        commit[:7] + "+" * commit.endswith("+changes") for r in rows for commit in r["commits"]
+    }
+    hardware = {each for row in rows for each in row["hardware"]}
+    seconds = sum(row["seconds"] for row in rows)
+    runs = sum(len(row["runs"]) for row in rows)
+    return (
+        f"{'; '.join(sorted(shapes))}. Commit {', '.join(sorted(commits)) or 'unknown'}; "
+        f"{', '.join(sorted(hardware)) or 'hardware unknown'}; {runs} runs, "
+        f"{progress.span(seconds)} in all."
+    )
+
+
+def write(
+    sweep: Any,
+    sets: Mapping[str, experiment.Set],
+    workdir: str | os.PathLike,
+    seeds: Sequence[int],
+    report: str | None = None,
+) -> None:
+    """Writes tables and figures of the sets of a `sweeps.Sweep` into the workdir."""
+    for name, each in sets.items():
+        folders = {row.variant: sweep.folders(workdir, row.variant, seeds) for row in each.rows}
+        rows = collect(each, folders)
+        if not rows:
+            continue
+        path = pathlib.Path(workdir) / name
+        table = to_markdown(each.title, rows, each.x_label)
+        workdirs.write_json(workdir, f"{name}.json", rows)
+        workdirs.replace_text(path.with_suffix(".md"), table)
+        try:
+            figures.draw_set(each, rows, path.with_suffix(".png"))
+        except ImportError:
+            logging.info("no %s.png: matplotlib is not installed", name)
+        if report:
+            insert(report, f"{sweep.name} {name}", table, path.with_suffix(".png"))
+
+
+def insert(
+    report: str | os.PathLike, name: str, table: str, picture: pathlib.Path | None = None
+) -> None:
+    """Puts a table in its place in a document, or at its end; the picture goes to docs/images."""
+    report = pathlib.Path(report)
+    if picture is not None and picture.exists():
+        kept = report.parent / "docs" / "images" / (re.sub(r"\W+", "_", name) + ".png")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, kept)
+        table += f"\n![{name}]({kept.relative_to(report.parent)})\n"
+    text = report.read_text() if report.exists() else ""
+    section = f"<!-- sweep {name} -->\n{table}<!-- end -->"
+    place = re.compile(rf"<!-- sweep {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
+    if place.search(text):
+        text = place.sub(lambda _: section, text)
+    else:
+        text += f"{section}\n"
+    workdirs.replace_text(report, text)
+
+
+def _read(path: pathlib.Path, default: Any) -> Any:
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+def _show_x(x: float | str | None) -> str:
+    return "" if x is None else x if isinstance(x, str) else f"{x:g}"
+
+
+def _digits(unit: str) -> int:
+    return 2 if unit == "ppl" else 4
+
+
+_SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
