@@ -1,4 +1,4 @@
-"""Mogrifier LSTM in JAX and Flax.
+"""Mogrifier LSTM in JAX and Flax: cells for any model, language models, trained runs.
 
     import jax, jax.numpy as jnp, flax.linen as nn
     from mogrifier_jax import MogrifierLSTMCell
@@ -6,7 +6,8 @@
     rnn = nn.RNN(MogrifierLSTMCell(hidden_size=64, rounds=5, rank=16))
     ys, variables = rnn.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))
 
-What is listed here is the public interface; it is imported when it is first used.
+What is listed here is the public interface; it is imported when it is first used, so that the
+cells need neither the corpora's libraries nor those of plots and tuning.
 """
 
 import importlib
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mogrifier_jax.layers import MogrifierGRUCell as MogrifierGRUCell
     from mogrifier_jax.layers import MogrifierLSTMCell as MogrifierLSTMCell
     from mogrifier_jax.models import LanguageModel as LanguageModel
+    from mogrifier_jax.trained import TrainedModel as TrainedModel
+    from mogrifier_jax.trained import load as load
 
 __version__ = "0.1.0"
 
@@ -31,6 +34,8 @@ _HOMES = {
     "MogrifierElmanCell": "layers",
     "MogrifierGRUCell": "layers",
     "MogrifierLSTMCell": "layers",
+    "TrainedModel": "trained",
+    "load": "trained",
 }
 __all__ = sorted(_HOMES)
 

@@ -1,7 +1,8 @@
 """Text from a trained model, many samples at once, as it is drawn.
 
-Axes: B samples, T time, V vocabulary. One compiled program reads the prompt, another draws a
-few tokens in each dispatch, so that text can be shown while it is made.
+Axes: B samples, V vocabulary. One compiled program makes a few steps in each dispatch. A step
+draws a token and reads it; while a prompt lasts, its tokens are read instead of those drawn, so
+that the program is the same for every prompt. `trained.py` has the same for Python.
 """
 
 import functools
@@ -14,48 +15,80 @@ import numpy as np
 
 from mogrifier_jax import errors, models, pretrained, vocabulary
 
-CHUNK = 16  # Tokens of one dispatch.
+CHUNK = 16  # Steps of one dispatch.
 
 
-def generate(
-    model: Any,
-    params: Any,
-    vocab: vocabulary.Vocabulary,
-    *,
-    prompt: str = "",
-    length: int = 300,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_samples: int = 1,
-    seed: int = 0,
-) -> Iterator[np.ndarray]:
-    """Yields the ids drawn by each dispatch, [B, at most CHUNK], until `length` are drawn."""
-    check(vocab, model, prompt, length, temperature, top_k, top_p, num_samples)
-    ids = np.concatenate([[vocab.eos_id], vocab.encode(prompt)]).astype(np.int32)
-    inputs = jnp.asarray(np.broadcast_to(ids, (num_samples, len(ids))))
-    logits, carry = jax.jit(functools.partial(model.apply, method="logits"))(
-        {"params": params}, inputs
-    )
-    draw = jax.jit(functools.partial(_draw, model, top_k=top_k, top_p=top_p))
-    key = jax.random.key(seed)
-    last = logits[:, -1]
-    for first in range(0, length, CHUNK):
-        tokens, last, carry = draw(params, last, carry, jax.random.fold_in(key, first), temperature)
-        yield np.asarray(tokens)[:, : length - first]
+class Sampler:
+    """Draws from one model; compiles for a number of samples, whatever prompt and length."""
+
+    def __init__(self, model: Any, params: Any, vocab: vocabulary.Vocabulary):
+        if isinstance(model, models.EncoderDecoder):
+            raise errors.UsageError(
+                "this run copies sequences; only language models can be sampled from"
+            )
+        self.vocabulary, self._model, self._params = vocab, model, params
+        advance = functools.partial(_advance, model)
+        self._advance = jax.jit(advance, static_argnames=("top_k", "top_p"))
+
+    def draw(
+        self,
+        *,
+        prompt: str | None = None,
+        length: int = 300,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        num_samples: int = 1,
+        seed: int = 0,
+    ) -> Iterator[np.ndarray]:
+        """Ids drawn by each dispatch, [B, at most CHUNK], until there are `length`.
+
+        Args:
+          prompt: how the text begins; None draws from the beginning of a line.
+          temperature: divides the logits, so that values below 1 sharpen.
+          top_k: draws only from the likeliest tokens, so many.
+          top_p: draws only from the likeliest tokens that together have this probability.
+        """
+        check(length, temperature, top_k, top_p, num_samples)
+        ids = np.append(self.vocabulary.eos_id, encode_prompt(self.vocabulary, prompt))
+        return self._draw(ids, length, temperature, top_k, top_p, num_samples, seed)
+
+    def _draw(self, ids, length, temperature, top_k, top_p, num_samples, seed):
+        total = len(ids) + length
+        forced = np.full(total + CHUNK, -1, np.int32)
+        forced[: len(ids)] = ids
+        variables, key = {"params": self._params}, jax.random.key(seed)
+        carry = self._model.apply(variables, num_samples, method="initial_carry")
+        logits = jnp.zeros((num_samples, len(self.vocabulary)))
+        for first in range(0, total, CHUNK):
+            tokens, logits, carry = self._advance(
+                variables,
+                logits,
+                carry,
+                jax.random.fold_in(key, first),
+                forced[first : first + CHUNK],
+                jnp.float32(temperature),
+                top_k=top_k,
+                top_p=top_p,
+            )
+            drawn = np.asarray(tokens)[:, max(0, len(ids) - first) : total - first]
+            if drawn.size:
+                yield drawn
 
 
-def _draw(model, params, logits, carry, key, temperature, *, top_k, top_p):
-    """CHUNK tokens of each sample, and what comes after them."""
+def _advance(model, variables, logits, carry, key, forced, temperature, *, top_k, top_p):
+    """CHUNK steps: the tokens [B, CHUNK], and the logits and carry after them."""
 
-    def body(state, key):
+    def body(state, step):
         logits, carry = state
-        tokens = jax.random.categorical(key, restrict(logits / temperature, top_k, top_p))
-        logits, carry = model.apply({"params": params}, tokens[:, None], carry, method="logits")
-        return (logits[:, 0], carry), tokens
+        key, forced = step
+        drawn = jax.random.categorical(key, restrict(logits / temperature, top_k, top_p))
+        tokens = jnp.where(forced < 0, drawn, forced)
+        logits, carry = model.apply(variables, tokens[:, None], carry, method="logits")
+        return (logits[:, 0].astype(jnp.float32), carry), tokens
 
-    keys = jax.random.split(key, CHUNK)
-    (logits, carry), tokens = jax.lax.scan(body, (logits, carry), keys)
+    keys = jax.random.split(key, len(forced))
+    (logits, carry), tokens = jax.lax.scan(body, (logits, carry), (keys, forced))
     return tokens.T, logits, carry
 
 
@@ -72,68 +105,83 @@ def restrict(logits: jax.Array, top_k: int | None, top_p: float | None) -> jax.A
     return logits
 
 
-def check(vocab, model, prompt, length, temperature, top_k, top_p, num_samples) -> None:
-    """Refuses what cannot be sampled, before anything is compiled."""
+def check(
+    length: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    num_samples: int = 1,
+) -> None:
+    """Refuses what cannot be drawn, before anything is loaded or compiled."""
     rules = (
-        (length >= 1, f"length {length} must be at least 1 token"),
+        (length >= 1, f"length {length} must be at least 1 token; try 300"),
         (temperature > 0, f"temperature {temperature} must be above 0; try 0.7"),
         (top_k is None or top_k >= 1, f"top_k {top_k} must be at least 1, or left out"),
         (top_p is None or 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1], or left out"),
         (num_samples >= 1, f"num_samples {num_samples} must be at least 1"),
-        (
-            not isinstance(model, models.EncoderDecoder),
-            "this run copies sequences; only language models can be sampled from",
-        ),
     )
     for holds, message in rules:
         if not holds:
             raise errors.UsageError(message)
+
+
+def encode_prompt(vocab: vocabulary.Vocabulary, prompt: str | None) -> np.ndarray:
+    """The ids of a prompt; one that is empty, or has what the vocabulary lacks, is refused."""
+    if prompt is None:
+        return np.zeros(0, np.int32)
+    ids = vocab.encode(prompt)
+    if not len(ids):
+        raise errors.UsageError(
+            f"the prompt {prompt!r} is empty; leave it out to start from the beginning of a line"
+        )
     unknown = vocab.find_unknown(prompt)
     if unknown:
-        shown = ", ".join(repr(token) for token in unknown[:10])
+        shown = ", ".join(map(repr, unknown[:10])) + (", ..." if len(unknown) > 10 else "")
         raise errors.UsageError(
             f"the prompt has {shown}, which the training text did not have; write it without"
         )
+    return ids.astype(np.int32)
 
 
-def run(workdir: str, *, prompt: str, **options: Any) -> None:
-    """`--mode=sample`: text that goes on from a prompt."""
+def run(
+    workdir: str, *, prompt: str | None = None, num_samples: int = 1, seed: int = 0, **options: Any
+) -> None:
+    """`--mode=sample`: one sample streams to the terminal, several follow each other."""
     if not workdir:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
-    if prompt == "":
-        raise errors.UsageError(
-            "--prompt is empty; give the beginning of a text, such as --prompt='The '"
-        )
-    show(workdir, prompt=prompt, **options)
-
-
-def show(workdir: str, *, prompt: str = "", num_samples: int = 1, **options: Any) -> None:
-    """One sample streams to the terminal, several follow each other."""
+    check(num_samples=num_samples, **options)
     trained = pretrained.load_weights(workdir)
     vocab = trained.vocabulary
-    drawn = generate(
-        trained.model,
-        trained.params,
-        vocab,
-        prompt=prompt,
-        num_samples=num_samples,
-        **options,
-    )
+    sampler = Sampler(trained.model, trained.params, vocab)
+    drawn = sampler.draw(prompt=prompt, num_samples=num_samples, seed=seed, **options)
+    begin = encode_prompt(vocab, prompt)
     if num_samples == 1:
-        stream(vocab, prompt, drawn)
+        show(vocab, begin, drawn)
         return
     for index, ids in enumerate(np.concatenate(list(drawn), axis=1)):
         print(f"--- sample {index + 1}")
-        stream(vocab, prompt, iter([ids[None]]))
+        show(vocab, begin, iter([ids[None]]))
 
 
-def stream(vocab: vocabulary.Vocabulary, prompt: str, drawn: Iterator[np.ndarray]) -> None:
+def show(vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterator[np.ndarray]) -> None:
     """Prints the first sample as it comes, with the prompt before it."""
-    ids, shown = vocab.encode(prompt), 0
-    for more in drawn:
-        ids = np.concatenate([ids, more[0]])
-        # Decoded anew each time: words need the spaces between, bytes may end in mid-character.
-        text = vocab.decode(ids).rstrip("\ufffd")
-        print(text[shown:], end="", flush=True)
-        shown = len(text)
+    for piece in pieces(vocab, begin, drawn):
+        print(piece, end="", flush=True)
     print()
+
+
+def pieces(
+    vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterator[np.ndarray]
+) -> Iterator[str]:
+    """The text of the first sample, as far as each dispatch brings it."""
+    # The line that is not complete is decoded anew each time: words need the spaces between
+    # them, and bytes may end in mid-character.
+    line, shown = begin, 0
+    for more in drawn:
+        line = np.concatenate([line, more[0]])
+        text = vocab.decode(line).rstrip("\ufffd")
+        yield text[shown:]
+        ends = np.flatnonzero(line == vocab.eos_id)
+        if len(ends):
+            line = line[ends[-1] + 1 :]
+        shown = len(vocab.decode(line).rstrip("\ufffd"))

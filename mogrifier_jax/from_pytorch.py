@@ -1,0 +1,221 @@
+"""Weights of a Mogrifier LSTM cell written in PyTorch, for `MogrifierLSTMCell`.
+
+    cell, params = from_pytorch.convert(module.state_dict())
+    carry = cell.initialize_carry(None, x.shape)
+    carry, y = cell.apply({"params": params}, carry, x)
+
+Letters: D input features, H hidden features, K rank. The layouts that people use are known:
+
+    recurrence   a `torch.nn.LSTMCell` (weight_ih [4H, D], weight_hh [4H, H], bias_ih, bias_hh),
+                 two `Linear` named x2h and h2h, or tensors Wih [D, 4H], Whh, bih, bhh
+    gating       one `ModuleList` with an entry for each round, or one for x, named q, and one
+                 for h, named r; a lone q and r (`Linear`, or tensors Q [H, D] and R [D, H])
+                 serve all rounds
+    low rank     each entry is a `Sequential` of two `Linear`
+
+PyTorch itself is not needed: any mapping of names to arrays will do.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mogrifier_jax import errors, layers
+
+# PyTorch's blocks are i, f, g, o; ours are j (its g), o, f, i.
+_GATES = [2, 3, 1, 0]
+# Names of one layout: input and recurrent matrix, their biases, and whether a matrix is [out, in].
+_RECURRENCES = (
+    ("weight_ih", "weight_hh", "bias_ih", "bias_hh", True),
+    ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", True),
+    ("x2h.weight", "h2h.weight", "x2h.bias", "h2h.bias", True),
+    ("Wih", "Whh", "bih", "bhh", False),
+)
+
+
+class Converted(NamedTuple):
+    """A cell that computes what the PyTorch module does, and its parameters."""
+
+    cell: layers.MogrifierLSTMCell
+    params: dict[str, Any]
+
+
+class _Map(NamedTuple):
+    """An affine map: one matrix [in, out] or two, which are multiplied, and a bias."""
+
+    kernels: tuple[np.ndarray, ...]
+    bias: np.ndarray | None
+
+
+def convert(
+    state_dict: Mapping[str, Any], *, rounds: int | None = None, prefix: str = ""
+) -> Converted:
+    """Converts the state dict of a cell, or of a model with a cell under a prefix.
+
+    Args:
+      rounds: how many rounds of gating the module makes. Needed where q and r serve all
+        rounds, as the weights do not tell; elsewhere all that are there, unless given.
+      prefix: of the cell's names, such as "layers.0.".
+    """
+    tensors = {
+        name.removeprefix(prefix): _to_numpy(value)
+        for name, value in state_dict.items()
+        if name.startswith(prefix)
+    }
+    gates, rest = _read_recurrence(tensors)
+    input_size, hidden_size = gates["input"].shape[0], gates["input"].shape[2]
+    sizes = (input_size, hidden_size)
+    maps = _read_rounds(_group(rest), sizes, rounds)
+    params: dict[str, Any] = {"gates": gates}
+    has_bias = any(m.bias is not None for m in maps)
+    ranks = {m.kernels[0].shape[1] if len(m.kernels) == 2 else 0 for m in maps}
+    if len(ranks) > 1:
+        raise errors.UsageError(f"the rounds have different ranks {sorted(ranks)}; all must agree")
+    for index, found in enumerate(maps, start=1):
+        names = ("kernel",) if len(found.kernels) == 1 else ("down", "up")
+        params[f"round_{index}"] = dict(zip(names, found.kernels, strict=True))
+        if has_bias:
+            zeros = np.zeros(found.kernels[-1].shape[1], np.float32)
+            params[f"round_{index}"]["bias"] = zeros if found.bias is None else found.bias
+    cell = layers.MogrifierLSTMCell(
+        hidden_size,
+        rounds=len(maps),
+        rank=max(ranks, default=0),
+        gate_bias=has_bias,
+        cap_input_gate=False,  # PyTorch's LSTM has i where the authors' code has min(i, 1 - f).
+    )
+    return Converted(cell, params)
+
+
+def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
+    """The gate matrices in our form, and the tensors that are left."""
+    for *names, transposed in _RECURRENCES:
+        found = [[key for key in tensors if re.fullmatch(rf"(.*\.)?{n}", key)] for n in names]
+        if not found[0]:
+            continue
+        if any(len(keys) > 1 for keys in found):
+            raise errors.UsageError(
+                f"there are several cells, {', '.join(found[0])}; choose one by its prefix"
+            )
+        if not found[1]:
+            raise errors.UsageError(f"{found[0][0]} is there but {names[1]} is not")
+        used = [keys[0] for keys in found if keys]
+        matrices = [tensors[keys[0]] for keys in found[:2]]
+        matrices = [m if transposed else m.T for m in matrices]  # [4H, in] each.
+        hidden = matrices[1].shape[1]
+        if any(m.ndim != 2 or m.shape[0] != 4 * hidden for m in matrices):
+            raise errors.UsageError(
+                f"{used[0]} and {used[1]} of shapes {tensors[used[0]].shape} and "
+                f"{tensors[used[1]].shape} are not of an LSTM, which has four gates"
+            )
+        # Both biases are added to the same sum; ours is one.
+        bias = sum((tensors[keys[0]] for keys in found[2:] if keys), np.zeros(4 * hidden))
+        blocks = [m.reshape(4, hidden, -1)[_GATES].transpose(2, 0, 1) for m in matrices]
+        gates = {
+            "input": np.ascontiguousarray(blocks[0]),
+            "recurrent": np.ascontiguousarray(blocks[1]),
+            "bias": bias.reshape(4, hidden)[_GATES].astype(np.float32),
+        }
+        return gates, {key: value for key, value in tensors.items() if key not in used}
+    raise errors.UsageError(
+        f"no LSTM cell among {', '.join(list(tensors)[:10]) or 'no tensors'}; expected weight_ih "
+        "and weight_hh (torch.nn.LSTMCell), x2h and h2h, or Wih and Whh; is the prefix right?"
+    )
+
+
+def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
+    """The affine maps in each list of the module: by its name, in order, factors together."""
+    linears: dict[str, _Map] = {}
+    for key, value in tensors.items():
+        path, _, kind = key.rpartition(".")
+        if kind == "weight" and value.ndim == 2:
+            linears[path] = _Map((value.T,), tensors.get(f"{path}.bias"))
+        elif kind != "bias" and value.ndim == 2:  # A bare tensor, multiplied from the right.
+            linears[key] = _Map((value,), None)
+        elif kind != "bias":
+            raise errors.UsageError(f"{key} of shape {value.shape} has no place in this cell")
+    groups: dict[str, dict[str, list[_Map]]] = {}
+    for path in sorted(linears, key=lambda p: [int(n) for n in re.findall(r"\d+", p)]):
+        name, index = re.fullmatch(r"(.*?)((?:\.\d+)*)", path).groups()  # type: ignore[union-attr]
+        entry = index.split(".")[1] if index else ""
+        groups.setdefault(name, {}).setdefault(entry, []).append(linears[path])
+    return {name: list(entries.values()) for name, entries in groups.items()}
+
+
+def _read_rounds(
+    groups: dict[str, list[list[_Map]]], sizes: tuple[int, int], rounds: int | None
+) -> list[_Map]:
+    """The map of each round, in order."""
+    if not groups or rounds == 0:
+        return []
+    if len(groups) == 1:
+        entries = next(iter(groups.values()))
+    else:
+        entries = _interleave(groups, sizes, rounds)
+    if rounds is not None and rounds > len(entries):
+        raise errors.UsageError(f"rounds {rounds} is more than the {len(entries)} that are there")
+    used = entries if rounds is None else entries[:rounds]
+    return [_compose(entry, index, sizes) for index, entry in enumerate(used)]
+
+
+def _interleave(
+    groups: dict[str, list[list[_Map]]], sizes: tuple[int, int], rounds: int | None
+) -> list[list[_Map]]:
+    """Rounds from maps for x (q) and for h (r), in turn."""
+    named = {name.rpartition(".")[2].lower(): entries for name, entries in groups.items()}
+    if set(named) != {"q", "r"}:
+        raise errors.UsageError(
+            f"the gating maps {', '.join(groups)} are not of a known layout: one list with an "
+            "entry for each round, or q (for x) and r (for h); rename the keys"
+        )
+    q, r = (_join_factors(named[name], out, sizes) for name, out in (("q", 0), ("r", 1)))
+    if len(q) == len(r) == 1 and rounds is None:
+        raise errors.UsageError(
+            "one q and one r may serve any number of rounds; say how many with rounds"
+        )
+    if len(q) == len(r) == 1:
+        return [(q, r)[i % 2][0] for i in range(rounds or 0)]
+    if len(q) - len(r) not in (0, 1):
+        raise errors.UsageError(
+            f"{len(q)} maps for x and {len(r)} for h do not take turns; x comes first, so there "
+            "must be as many for h, or one less"
+        )
+    return [(q, r)[i % 2][i // 2] for i in range(len(q) + len(r))]
+
+
+def _join_factors(entries: list[list[_Map]], out: int, sizes: tuple[int, int]) -> list[list[_Map]]:
+    """Two entries that are the factors of one map, a `Sequential` by itself, become one."""
+    shapes = [entry[0].kernels[0].shape for entry in entries]
+    if len(entries) == 2 and shapes[0] != (sizes[1 - out], sizes[out]):
+        return [[entries[0][0], entries[1][0]]]
+    return entries
+
+
+def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> _Map:
+    """One map of its factors; a bias between them can as well be added after them."""
+    size_in, size_out = (sizes[1], sizes[0]) if index % 2 == 0 else sizes
+    kernels = tuple(kernel for part in entry for kernel in part.kernels)
+    shapes = [kernel.shape for kernel in kernels]
+    good = [(size_in, size_out)] if len(kernels) == 1 else [(size_in, shapes[0][1])]
+    if len(kernels) == 2:
+        good.append((shapes[0][1], size_out))
+    if shapes != good:
+        raise errors.UsageError(
+            f"round {index + 1} has matrices {shapes} (in, out), and must lead from "
+            f"{'h' if index % 2 == 0 else 'x'} ({size_in}) to {size_out}: rounds start with the "
+            "map from h to x, and take turns"
+        )
+    bias = entry[-1].bias
+    if len(entry) == 2 and entry[0].bias is not None:
+        inner = entry[0].bias @ kernels[1]
+        bias = inner if bias is None else inner + bias
+    return _Map(kernels, None if bias is None else bias.astype(np.float32))
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    """A tensor of any dtype and device, or an array, as float32."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().float().numpy()
+    return np.asarray(value, np.float32)
