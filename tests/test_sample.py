@@ -1,0 +1,212 @@
+"""Drawing text: what is drawn, what it goes on from, how it is shown, what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mogrifier_jax import errors, models, pretrained, sample, vocabulary
+from tests import quick
+
+TEXT = "ab cd\nfish été\n"
+LEVELS = {level: vocabulary.Vocabulary.from_text(TEXT, level) for level in vocabulary.LEVELS}
+VOCAB = LEVELS["character"]
+
+
+@functools.cache
+def make_sampler(level="character", initial_state=False):
+    """A model that has learnt nothing, made to have opinions."""
+    vocab = LEVELS[level]
+    model = models.LanguageModel(
+        len(vocab),
+        hidden_size=6,
+        embedding_size=6,
+        num_layers=1,
+        cell_options={"rounds": 2, "rank": 2},
+        trainable_initial_state=initial_state,
+    )
+    params = quick.jit(model.init)(jax.random.key(1), **model.example())["params"]
+    return sample.Sampler(model, jax.tree.map(lambda p: 6 * p + 0.1, params), vocab)
+
+
+def draw(sampler=None, **options):
+    return np.concatenate(list((sampler or make_sampler()).draw(**options)), axis=1)
+
+
+@functools.cache
+def compiled(sampler):
+    return quick.jit(functools.partial(sampler._model.apply, method="logits"))
+
+
+def logits_after(ids, sampler=None):
+    """What the model says after these ids, read in one piece from the beginning of a line."""
+    sampler = sampler or make_sampler()
+    inputs = np.append(VOCAB.eos_id, ids).astype(np.int32)[None]
+    padded = np.pad(inputs, ((0, 0), (0, 40 - inputs.shape[1])))  # One shape, one program.
+    logits, _ = compiled(sampler)({"params": sampler._params}, padded)
+    return np.asarray(logits[0, inputs.shape[1] - 1])
+
+
+@pytest.mark.parametrize("prompt", [None, "a", "fish", "ab cd\nfish ab cd\n"])
+@pytest.mark.parametrize("initial_state", [False, True])
+def test_the_likeliest_text_is_that_of_the_model(prompt, initial_state):
+    """Prompts end before, in and after the first dispatch."""
+    sampler = make_sampler(initial_state=initial_state)
+    ids = draw(sampler, prompt=prompt, length=20, top_k=1)[0]
+    text = np.array([], int) if prompt is None else VOCAB.encode(prompt)
+    for drawn in ids:
+        logits = logits_after(text, sampler)
+        assert drawn == logits.argmax()
+        text = np.append(text, drawn)
+    careful = draw(sampler, prompt=prompt, length=20, temperature=1e-4)[0]
+    np.testing.assert_array_equal(careful, ids)
+    assert (draw(sampler, prompt=prompt, length=20)[0] != ids).any()
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    count = 4000
+    logits = logits_after(VOCAB.encode("ab"))
+
+    def deviation(temperature, supposed):
+        """The largest, in standard deviations, from probabilities at the supposed one."""
+        ids = draw(prompt="ab", length=1, num_samples=count, temperature=temperature)
+        expected = np.asarray(jax.nn.softmax(logits / supposed))
+        found = np.bincount(ids[:, 0], minlength=len(VOCAB)) / count
+        return abs((found - expected) / np.sqrt(expected / count)).max()
+
+    assert deviation(1.0, 1.0) < 4.5 and deviation(2.0, 2.0) < 4.5
+    assert deviation(2.0, 1.0) > 10 and deviation(1.0, 0.5) > 10
+
+
+def test_only_likely_tokens_are_drawn():
+    probabilities = jax.nn.softmax(logits_after(VOCAB.encode("ab")))
+    order = np.argsort(-probabilities)
+    options = dict(prompt="ab", length=1, num_samples=400)
+    seen = set(draw(**options, top_k=3)[:, 0])
+    assert seen <= set(order[:3]) and len(seen) > 1
+    share = float(probabilities[order[0]] + 0.5 * probabilities[order[1]])
+    assert set(draw(**options, top_p=share)[:, 0]) == set(order[:2])
+    assert set(draw(**options, top_p=1e-6)[:, 0]) == {order[0]}
+    assert len(set(draw(**options)[:, 0])) > 3
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "left"),
+    [
+        *((None, None, 4), (1, None, 1), (2, None, 2), (9, None, 4)),
+        *((None, 0.5, 1), (None, 0.7, 2), (None, 0.99, 4), (None, 1.0, 4), (3, 0.65, 2)),
+    ],
+)
+def test_restrict(top_k, top_p, left):
+    logits = jnp.log(jnp.array([[0.05, 0.6, 0.1, 0.25], [0.6, 0.25, 0.1, 0.05]]))
+    found = sample.restrict(logits, top_k, top_p)
+    assert np.isfinite(found).sum(-1).tolist() == [left, left]
+    order = np.argsort(-logits[0])
+    assert np.isfinite(found[0, order[:left]]).all()
+
+
+def test_samples_differ_and_seeds_repeat():
+    options = dict(prompt="ab", length=30, num_samples=3)
+    first = draw(**options)
+    assert first.shape == (3, 30)
+    assert (first[0] != first[1]).any() and (first[1] != first[2]).any()
+    np.testing.assert_array_equal(draw(**options), first)
+    assert (draw(**options, seed=1) != first).any()
+
+
+def test_one_program_serves_every_prompt_length_and_temperature():
+    sampler = make_sampler()
+    draw(sampler, prompt="ab", length=3)
+    size = sampler._advance._cache_size()
+    draw(sampler, prompt="fish été ab cd\nfish", length=40, temperature=0.3, seed=4)
+    draw(sampler, length=1)
+    assert sampler._advance._cache_size() == size
+    draw(sampler, length=1, top_k=5)
+    assert sampler._advance._cache_size() == size + 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_pieces_join_to_the_whole_text(level):
+    """Words need spaces between dispatches; a character may have its bytes in two of them."""
+    vocab = LEVELS[level]
+    begin, rest = vocab.encode("ab "), vocab.encode("fish été\nab été\n\nfish été\nab")
+    whole = vocab.decode(np.concatenate([begin, rest]))
+    for size in (1, 2, 5):
+        drawn = [rest[None, i : i + size] for i in range(0, len(rest), size)]
+        pieces = list(sample.pieces(vocab, begin, iter(drawn)))
+        assert "".join(pieces) == whole
+        assert len(pieces) == len(drawn) and sum(map(bool, pieces)) > 1
+    assert "été\nab" in whole
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What `run` finds in any workdir."""
+    sampler = make_sampler()
+    found = pretrained.Pretrained({}, sampler._model, VOCAB, sampler._params, None, {})
+    monkeypatch.setattr(pretrained, "load_weights", lambda workdir: found)
+
+
+def test_one_sample_streams_and_several_follow_each_other(loaded, capsys, monkeypatch):
+    sample.run("runs/x", prompt="ab", length=40, temperature=1.0, seed=3)
+    text = capsys.readouterr().out
+    ids = np.concatenate([VOCAB.encode("ab"), draw(prompt="ab", length=40, seed=3)[0]])
+    assert text == VOCAB.decode(ids) + "\n" and text.startswith("ab")
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda *args, **options: printed.append(options))
+    sample.run("runs/x", prompt="ab", length=40)
+    assert len(printed) == 4 and all(options["flush"] for options in printed[:-1])
+    monkeypatch.undo()
+
+
+def test_several_samples_are_numbered(loaded, capsys):
+    sample.run("runs/x", prompt="ab", length=20, num_samples=2)
+    lines = capsys.readouterr().out
+    first, second = lines.removeprefix("--- sample 1\n").split("\n--- sample 2\n")
+    rows = draw(prompt="ab", length=20, num_samples=2)
+    for text, ids in zip((first, second.removesuffix("\n")), rows, strict=True):
+        assert text == VOCAB.decode(np.concatenate([VOCAB.encode("ab"), ids]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": 0}, "length 0 must be at least 1 token"),
+        ({"length": -5}, "length -5 must be at least 1 token"),
+        ({"temperature": 0.0}, "temperature 0.0 must be above 0; try 0.7"),
+        ({"temperature": -1.0}, "temperature -1.0 must be above 0"),
+        ({"temperature": float("nan")}, "temperature nan must be above 0"),
+        ({"top_k": 0}, "top_k 0 must be at least 1, or left out"),
+        ({"top_p": 0.0}, "top_p 0.0 must be in (0, 1], or left out"),
+        ({"top_p": 1.5}, "top_p 1.5 must be in (0, 1], or left out"),
+        ({"num_samples": 0}, "num_samples 0 must be at least 1"),
+        ({"prompt": ""}, "the prompt '' is empty; leave it out to start from the beginning"),
+        ({"prompt": "abZü"}, "the prompt has 'Z', 'ü', which the training text did not have"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_at_once(loaded, options, words):
+    with pytest.raises(errors.UsageError) as refused:
+        make_sampler().draw(**options)  # Nothing is drawn from what it returns.
+    assert words in str(refused.value)
+    with pytest.raises(errors.UsageError) as refused:
+        sample.run("runs/x", **options)
+    assert words in str(refused.value)
+
+
+def test_prompts_of_words_and_bytes():
+    words, data = LEVELS["word"], LEVELS["byte"]
+    with pytest.raises(errors.UsageError, match="the prompt has 'dog', which"):
+        sample.encode_prompt(words, "ab dog")
+    with pytest.raises(errors.UsageError, match="the prompt '  ' is empty"):
+        sample.encode_prompt(words, "  ")
+    with pytest.raises(errors.UsageError, match="the prompt has '0x7a', which"):
+        sample.encode_prompt(data, "abz")
+    assert len(sample.encode_prompt(data, "été")) == 5
+
+
+def test_the_copy_task_cannot_be_sampled():
+    model = models.EncoderDecoder(5, 4, 4)
+    with pytest.raises(errors.UsageError, match="copies sequences; only language models"):
+        sample.Sampler(model, {}, VOCAB)
