@@ -106,14 +106,8 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
     has_x, has_paper = (any(row[key] is not None for row in rows) for key in ("x", "paper"))
     head = ["model", *([x_label or "setting"] if has_x else []), "parameters", "hidden", "seeds"]
     head += ["valid", "test", *(["paper, valid"] if has_paper else []), "minutes a run"]
-    right = ["---"] + ["---:"] * (len(head) - 1)
     best = min(row["valid"]["nats"] for row in rows)
-    lines = [
-        f"**{title}**, {UNITS[unit]}",
-        "",
-        f"| {' | '.join(head)} |",
-        f"| {' | '.join(right)} |",
-    ]
+    lines = []
     for row in rows:
         cells = [row["label"], *([_show_x(row["x"])] if has_x else [])]
         cells += [f"{row['num_params']:,}", str(row["hidden_size"]), str(len(row["runs"]))]
@@ -125,8 +119,8 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
             paper = row["paper"]
             cells.append("" if paper is None else f"{in_unit(paper, unit):.{_digits(unit)}f}")
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", describe(rows)]) + "\n"
+        lines.append(cells)
+    return f"**{title}**, {UNITS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
 
 
 def describe(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -167,27 +161,40 @@ def write(
         except ImportError:
             logging.info("no %s.png: matplotlib is not installed", name)
         if report:
-            insert(report, f"{sweep.name} {name}", table, path.with_suffix(".png"))
+            insert(report, f"{sweep.name} {name}", path)
 
 
-def insert(
-    report: str | os.PathLike, name: str, table: str, picture: pathlib.Path | None = None
-) -> None:
-    """Puts a table in its place in a document, or at its end; the picture goes to docs/images."""
+def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
+    """Puts a table in its place in a document, or at its end.
+
+    Args:
+      made: the table, without its ending; it goes with JSON and picture to docs/results.
+    """
     report = pathlib.Path(report)
-    if picture is not None and picture.exists():
-        kept = report.parent / "docs" / "images" / (re.sub(r"\W+", "_", name) + ".png")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(picture, kept)
-        table += f"\n![{name}]({kept.relative_to(report.parent)})\n"
+    kept = report.parent / "docs" / "results" / re.sub(r"\W+", "_", name)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for ending in (".json", ".png"):
+        if made.with_suffix(ending).exists():
+            shutil.copyfile(made.with_suffix(ending), kept.with_suffix(ending))
+    section = f"<!-- sweep {name} -->\n{made.with_suffix('.md').read_text()}"
+    if kept.with_suffix(".png").exists():
+        picture = kept.with_suffix(".png").relative_to(report.parent).as_posix()
+        section += f"\n![{name}]({picture})\n"
+    section += "<!-- end -->"
     text = report.read_text() if report.exists() else ""
-    section = f"<!-- sweep {name} -->\n{table}<!-- end -->"
     place = re.compile(rf"<!-- sweep {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
     if place.search(text):
         text = place.sub(lambda _: section, text)
     else:
         text += f"{section}\n"
     workdirs.replace_text(report, text)
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """A table; numbers are shown with four digits, the first column is to the left."""
+    rows = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in line] for line in lines]
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), rule, *rows])
 
 
 def _read(path: pathlib.Path, default: Any) -> Any:

@@ -2,8 +2,11 @@
 
 import functools
 import importlib.resources
+import importlib.util
 import json
+import pathlib
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from ml_collections import config_dict
@@ -33,6 +36,22 @@ class Set(NamedTuple):
 def paper_numbers() -> dict[str, Any]:
     """The numbers of arXiv:1909.01792."""
     return json.loads((importlib.resources.files(__package__) / "paper_results.json").read_text())
+
+
+def load_file(path: str) -> ModuleType:
+    """An experiment file as a module."""
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    if not (spec and spec.loader and pathlib.Path(path).is_file()):
+        raise errors.UsageError(f"{path} is not an experiment; give a file as in experiments/")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_config(name: str) -> config_dict.ConfigDict:
+    """The config of "file.py:variant", as `--config` makes it."""
+    path, _, variant = name.partition(":")
+    return load_file(path).get_config(variant)
 
 
 def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:

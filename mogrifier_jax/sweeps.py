@@ -6,7 +6,6 @@ a sweep that was stopped goes on with the same command. `comparisons.py` makes t
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -43,10 +42,7 @@ class Sweep:
     def __init__(self, filename: str, overrides: Mapping[str, Any] | None = None):
         self.path, _, self.size = filename.partition(":")
         self.overrides = dict(overrides or {})
-        spec = importlib.util.spec_from_file_location(pathlib.Path(self.path).stem, self.path)
-        assert spec and spec.loader
-        self.module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.module)
+        self.module = experiment.load_file(self.path)
         if not hasattr(self.module, "SETS"):
             raise errors.UsageError(
                 f"{self.path} has no sets to sweep over; use a file that defines SETS, such as "

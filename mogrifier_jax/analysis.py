@@ -1,0 +1,291 @@
+"""Gate statistics: a text streams through a trained model, and only sums of it are kept.
+
+Axes: T time, B stripes, U units of a gate, N bins, L layers, V vocabulary. Every window is
+summed up on the device, in two passes, and merged on the host in float64. Gates are named as in
+`cells.py`; `round1`, `round2`, ... are the Mogrifier's gates 2σ(.), and `x_scale` and `h_scale`
+their products: by how much all rounds together scale x and h. `losses.py` tells where a model
+errs, `gate_plots.py` draws.
+"""
+
+import functools
+import heapq
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from mogrifier_jax import errors, evaluate, models, pretrained, tasks, texts, vocabulary
+
+BINS = 60
+SATURATION = 0.1  # Of its range: a gate that is closer to an end of it is saturated.
+CONTEXT = 8  # Tokens that are kept before one with strong gating.
+_SIGMOIDS, _TANHS = ("f", "i", "o", "r", "u"), ("j", "c", "n", "h")
+
+
+class Summary(NamedTuple):
+    """What is kept of one gate: sums that can be merged."""
+
+    count: Any  # [] tokens.
+    mean: Any  # [U]
+    m2: Any  # [U] sum of squared distances from the mean.
+    low: Any  # [U] how often it was saturated at the lower end of its range,
+    high: Any  # [U] and at the upper end.
+    minimum: Any  # []
+    maximum: Any  # []
+    histogram: Any  # [N] of all units, over the range of the gate.
+
+
+def limits(name: str, rounds: int = 0) -> tuple[float, float]:
+    """The range of a gate."""
+    if name in _SIGMOIDS:
+        return 0.0, 1.0
+    if name in _TANHS:
+        return -1.0, 1.0
+    if name.startswith("round"):
+        return 0.0, 2.0
+    return 0.0, 2.0 ** (-(-rounds // 2) if name == "x_scale" else rounds // 2)
+
+
+def name_gates(gates: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The gates of one layer, [T, B, U] each, with rounds and their products by name."""
+    rounds = gates["rounds"]
+    named = {name: values for name, values in gates.items() if name != "rounds"}
+    named |= {f"round{number}": gate for number, gate in enumerate(rounds, start=1)}
+    for side, factors in (("x_scale", rounds[0::2]), ("h_scale", rounds[1::2])):
+        if factors:
+            named[side] = functools.reduce(jnp.multiply, factors)
+    return named
+
+
+def summarise(
+    values: jax.Array, valid: jax.Array, low: float, high: float, bins: int = BINS
+) -> Summary:
+    """Sums over the tokens of a window, values [T, B, U], that are valid [T, B]."""
+    values = values.astype(jnp.float32)
+    weights = jnp.broadcast_to(valid[..., None], values.shape)
+    count = valid.sum()
+    mean = jnp.where(weights, values, 0.0).sum((0, 1)) / jnp.maximum(count, 1)
+    apart = values - mean[None, None]
+    margin = SATURATION * (high - low)
+    places = jnp.clip((values - low) / (high - low) * bins, 0, bins - 1).astype(jnp.int32)
+    return Summary(
+        count=count,
+        mean=mean,
+        m2=jnp.where(weights, apart**2, 0.0).sum((0, 1)),
+        low=(weights & (values < low + margin)).sum((0, 1)),
+        high=(weights & (values > high - margin)).sum((0, 1)),
+        minimum=jnp.where(weights, values, jnp.inf).min(),
+        maximum=jnp.where(weights, values, -jnp.inf).max(),
+        histogram=jnp.zeros(bins, jnp.int32).at[places].add(weights.astype(jnp.int32)),
+    )
+
+
+def merge(one: Summary | None, other: Summary) -> Summary:
+    """The sums of both, on the host (Chan, Golub, LeVeque 1979)."""
+    two = Summary(*(np.asarray(field, np.float64) for field in other))
+    if one is None or not two.count:
+        return one or two
+    count = one.count + two.count
+    shift = two.mean - one.mean
+    return Summary(
+        count=count,
+        mean=one.mean + shift * two.count / count,
+        m2=one.m2 + two.m2 + shift**2 * one.count * two.count / count,
+        low=one.low + two.low,
+        high=one.high + two.high,
+        minimum=np.minimum(one.minimum, two.minimum),
+        maximum=np.maximum(one.maximum, two.maximum),
+        histogram=one.histogram + two.histogram,
+    )
+
+
+def describe(summary: Summary, low: float, high: float) -> dict[str, float]:
+    """The numbers of one gate, over all tokens and units.
+
+    `variance` has two parts: over the tokens, averaged over units (`variance_over_tokens`), and
+    of the units' means. `q05` to `q95` is the range in which the gate works nine times of ten.
+    """
+    over_tokens = float(np.mean(summary.m2 / summary.count))
+    q05, q95 = (quantile(summary.histogram, q, low, high) for q in (0.05, 0.95))
+    return {
+        "tokens": int(summary.count),
+        "units": len(summary.mean),
+        "mean": float(np.mean(summary.mean)),
+        "variance": over_tokens + float(np.var(summary.mean)),
+        "variance_over_tokens": over_tokens,
+        "saturated_low": float(np.mean(summary.low / summary.count)),
+        "saturated_high": float(np.mean(summary.high / summary.count)),
+        "minimum": float(summary.minimum),
+        "maximum": float(summary.maximum),
+        "q05": q05,
+        "q95": q95,
+    }
+
+
+def quantile(histogram: np.ndarray, q: float, low: float, high: float) -> float:
+    """Within a bin, values are taken to be spread evenly."""
+    edges = np.linspace(low, high, len(histogram) + 1)
+    below = np.concatenate([[0.0], np.cumsum(histogram)])
+    return float(np.interp(q * below[-1], below, edges))
+
+
+class Moment(NamedTuple):
+    """A token at which the Mogrifier scaled its inputs strongly."""
+
+    strength: float  # Mean of |log2 scale| over layers, x and h, and units.
+    context: tuple[int, ...]  # Ids; the last one is the token that was read.
+
+
+class Report:
+    """What a pass has found; `rows` and `token_rows` go well into `pandas.DataFrame`."""
+
+    def __init__(self, num_layers: int, vocab_size: int, top: int):
+        self.rounds = 0
+        self.summaries: dict[tuple[int, str], Summary] = {}
+        # Of the tokens that were read: how often, and their sums of |log2 scale| of x and h.
+        self.counts = np.zeros(vocab_size, np.int64)
+        self.strengths = np.zeros((num_layers, 2, vocab_size))
+        self._top, self._heap = top, list[Moment]()
+
+    def add(self, found: Any, strengths: np.ndarray, inputs: np.ndarray, valid: np.ndarray) -> None:
+        """Takes in a window: summaries by layer and gate, strengths [L, 2, T, B], ids [B, T]."""
+        for layer, gates in enumerate(found):
+            for name, summary in gates.items():
+                self.summaries[layer, name] = merge(self.summaries.get((layer, name)), summary)
+        self.rounds = sum(name.startswith("round") for name in found[0])
+        ids = inputs[valid]
+        np.add.at(self.counts, ids, 1)
+        if not self.rounds:
+            return
+        strengths = strengths.swapaxes(-1, -2)  # [L, 2, B, T]
+        for layer, sides in enumerate(strengths):
+            for side, values in enumerate(sides):
+                np.add.at(self.strengths[layer, side], ids, values[valid])
+        total = np.where(valid, strengths.mean((0, 1)), -np.inf)
+        for place in np.argsort(total, axis=None)[::-1][: self._top]:
+            row, step = np.unravel_index(place, total.shape)
+            if not valid[row, step]:
+                break
+            context = tuple(inputs[row, max(0, step - CONTEXT) : step + 1].tolist())
+            heapq.heappush(self._heap, Moment(float(total[row, step]), context))
+            if len(self._heap) > self._top:
+                heapq.heappop(self._heap)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer (from 1) and gate, with the numbers of `describe`."""
+        return [
+            {"layer": layer + 1, "gate": name, **describe(summary, *limits(name, self.rounds))}
+            for (layer, name), summary in sorted(self.summaries.items())
+        ]
+
+    def histogram(self, layer: int, gate: str) -> tuple[np.ndarray, np.ndarray]:
+        """Edges [N + 1] of the bins and the share of values in each [N]; layers count from 1."""
+        counts = self.summaries[layer - 1, gate].histogram
+        edges = np.linspace(*limits(gate, self.rounds), len(counts) + 1)
+        return edges, counts / counts.sum()
+
+    def token_rows(self, vocab: vocabulary.Vocabulary, min_count: int = 1) -> list[dict[str, Any]]:
+        """How strongly x and h were scaled when each token was read, the strongest first."""
+        rows = []
+        for token in np.flatnonzero(self.counts >= min_count):
+            strengths = self.strengths[:, :, token] / self.counts[token]
+            rows.append(
+                {
+                    "token": vocab.tokens[token],
+                    "count": int(self.counts[token]),
+                    "strength": float(strengths.mean()),
+                    "x_strength": float(strengths[:, 0].mean()),
+                    "h_strength": float(strengths[:, 1].mean()),
+                }
+            )
+        return sorted(rows, key=lambda row: -row["strength"])
+
+    def strongest(self) -> list[Moment]:
+        """The moments of strongest gating, in order."""
+        return sorted(self._heap, reverse=True)
+
+    def to_json(self) -> str:
+        """Rows and histograms."""
+        histograms = {
+            f"{layer + 1}/{name}": np.asarray(summary.histogram, int).tolist()
+            for (layer, name), summary in sorted(self.summaries.items())
+        }
+        return json.dumps({"rows": self.rows(), "histograms": histograms}, indent=1)
+
+
+class GateAnalysis:
+    """Reads the windows of a plan; compiles once, for any weights."""
+
+    def __init__(self, model: models.LanguageModel, plan: tasks.Plan, *, bins: int = BINS):
+        if not isinstance(model, models.LanguageModel):
+            raise errors.UsageError(
+                f"gates of a {type(model).__name__} cannot be read; give a language model"
+            )
+        self.model, self.plan = model, plan
+        self._step = jax.jit(
+            functools.partial(read_window, model=model, batch_at=plan.batch_at, bins=bins)
+        )
+
+    def __call__(
+        self, params: Any, *, max_windows: int | None = None, top: int = 20, title: str = ""
+    ) -> Report:
+        """Statistics of the first windows, or of all; `top` moments of strong gating are kept."""
+        model, plan = self.model, self.plan
+        report = Report(model.num_layers, model.vocab_size, top)
+        carry = model.zero_carry(plan.batch_size) if plan.carries else None
+        windows = min(plan.num_windows, max_windows or plan.num_windows)
+        shown = None if title else True
+        for index in tqdm.trange(windows, desc=title, disable=shown, leave=False):
+            found, carry_on = self._step(params, plan.stream, carry, index)
+            carry = carry_on if plan.carries else None
+            report.add(*jax.device_get(found))
+        return report
+
+
+def read_window(params, stream, carry, index, *, model, batch_at, bins):
+    """Summaries of every gate, strengths [L, 2, T, B], ids and valid [B, T]; and the carry."""
+    batch = batch_at(stream, index)
+    gates, carry = model.apply({"params": params}, batch.inputs, carry, method="gates")
+    steps = jnp.arange(batch.inputs.shape[1])[None]
+    full = jnp.full(batch.inputs.shape[0], steps.size)
+    lengths = full if batch.lengths is None else batch.lengths
+    valid = steps < lengths[:, None]
+    layers, rounds = [name_gates(layer) for layer in gates], len(gates[0]["rounds"])
+    found = [
+        {name: summarise(g, valid.T, *limits(name, rounds), bins) for name, g in layer.items()}
+        for layer in layers
+    ]
+    none = jnp.zeros(valid.T.shape)
+    strengths = jnp.stack(
+        [
+            jnp.stack([strength(layer[s]) if s in layer else none for s in ("x_scale", "h_scale")])
+            for layer in layers
+        ]
+    )
+    return (found, strengths, batch.inputs, valid), carry
+
+
+def strength(scale: jax.Array) -> jax.Array:
+    """Mean |log2 scale| over units: 1 is as much as twice or half, and 20 is the most."""
+    return jnp.abs(jnp.log2(jnp.maximum(scale, 2.0**-20))).mean(-1)
+
+
+def analyse(
+    workdir: str | os.PathLike,
+    split: str = "valid",
+    *,
+    max_windows: int | None = None,
+    source_dir: str | None = None,
+) -> Report:
+    """Gate statistics of the best weights of a run on a split of its corpus."""
+    loaded = pretrained.load_weights(workdir)
+    found = texts.read_splits(loaded, source_dir)
+    lines = loaded.config.evaluation.lines_per_stripe
+    stripes = evaluate.num_stripes(found, split, loaded.config.data.batch_size, lines)
+    plan = found.plan(split, stripes, window=loaded.config.data.window)
+    return GateAnalysis(loaded.model, plan)(loaded.params, max_windows=max_windows, title=split)
