@@ -53,6 +53,8 @@ def trained(monkeypatch):
         (["--config=none.py", "--config.seed=1"], "No such file or directory: 'none.py'"),
         (["--config=experiments/pydoc.py:tyni"], "variant 'tyni' is unknown: this experiment has"),
         (["--config=experiments/ptb.py:small,tiny"], "variants small and tiny exclude each other"),
+        (["--mode=sweep", "--config=experiments/ablation.py"], "--set is missing; give sets of"),
+        ([TINY, "--mode=sweep", "--set=a"], "experiments/pydoc.py has no sets to sweep over"),
         ([TINY, "--wrokdir=x"], "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
         ([TINY, "--config.model.roundz=3"], "no such key: 'roundz'. Did you mean \"rounds\""),
         ([TINY, "--config.modle.rounds=3"], "no such key: 'modle'. Did you mean \"model\""),

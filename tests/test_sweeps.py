@@ -1,0 +1,344 @@
+"""Sweeps: every variant builds within its budget, runs once, goes on, and is compared."""
+
+import json
+import math
+import pathlib
+import sys
+
+import pytest
+from mogrifier_jax import comparisons, errors, experiment, figures, models, sweeps, train
+from mogrifier_jax.experiment import Row, Set
+
+ROOT = pathlib.Path(__file__).parents[1]
+ABLATION = str(ROOT / "experiments" / "ablation.py")
+COPY = str(ROOT / "experiments" / "reverse_copy.py")
+PAPER = experiment.paper_numbers()
+WORDS = {"ptb": 10_001, "ptb_char": 51}
+
+
+def make_model(config):
+    words = config.data.get("vocab_size")
+    vocab_size = words + 3 if words else WORDS[config.data.name]
+    return models.make_model(vocab_size, encoder_decoder=bool(words), **config.model)
+
+
+def variants(sweep):
+    return dict.fromkeys(row.variant for each in sweep.module.SETS.values() for row in each.rows)
+
+
+@pytest.mark.parametrize("name", [ABLATION, f"{ABLATION}:small", COPY, f"{COPY}:24m"])
+def test_all_variants_have_the_same_number_of_parameters(name):
+    sweep = sweeps.Sweep(name)
+    for variant in variants(sweep):
+        config = sweep.make_job(variant, 1, "x").config
+        count = sum(models.count_parameters(make_model(config)).values())
+        assert 0.985 * config.model.num_params < count <= config.model.num_params, variant
+        assert config.is_locked and config.model.hidden_size is None
+
+
+def test_the_ablation_has_the_schedule_of_the_paper():
+    config = experiment.load_config(ABLATION)
+    assert (config.data.batch_size, config.data.window) == (64, 35)
+    assert (config.schedule.turns, config.schedule.steps_per_turn) == (600, 100)
+    assert config.averaging.trigger_at_the_latest == 400
+    published = experiment.load_config(str(ROOT / "experiments" / "ptb.py"))
+    assert config.dropout == published.dropout and config.optimizer == published.optimizer
+    config = experiment.load_config(f"{ABLATION}:lstm")
+    published = experiment.load_config(str(ROOT / "experiments" / "ptb.py:lstm"))
+    assert config.dropout == published.dropout and config.optimizer == published.optimizer
+    assert (config.model.rounds, config.model.rank) == (0, 0)
+
+
+def test_sets_hold_the_numbers_of_the_paper():
+    sets = experiment.load_file(ABLATION).SETS
+    assert [row.x for row in sets["rounds"].rows] == list(range(7))
+    rounds = [experiment.load_config(f"{ABLATION}:{r.variant}").model for r in sets["rounds"].rows]
+    assert [model.rounds for model in rounds] == list(range(7))
+    shown = [round(math.exp(row.paper), 2) for row in sets["rounds"].rows]
+    assert shown == [57.5, 56.4, 55.5, 54.82, 54.1, 54.3, 54.6]
+    assert [f"{math.exp(row.paper):.1f}" for row in sets["table"].rows] == [
+        *("54.1", "54.6", "55.0", "57.5", "57.8"),
+    ]
+    copies = {(r.label, r.x): r.paper for r in experiment.load_file(COPY).SETS["10m_1k"].rows}
+    assert copies["LSTM", 150] == 0.62399 and copies["Mogrifier", 200] == 1.39342
+
+
+@pytest.mark.parametrize("length", ["150", "200"])
+def test_copy_sizes_are_those_of_the_best_trials(length):
+    """The LSTM's follow from the budget; the Mogrifier's rounds and rank are not published."""
+    for cell, tolerance in (("lstm", 0), ("mogrifier", 10)):
+        model = make_model(experiment.load_config(f"{COPY}:{cell},length{length}"))
+        expected = PAPER["reverse_copy"]["sizes"][length][cell]
+        assert model.embedding_size == expected[0]
+        assert abs(model.hidden_size - expected[1]) <= tolerance
+
+
+def test_hypotheses_change_what_they_say():
+    def load(variant):
+        return experiment.load_config(f"{ABLATION}:{variant},small")
+
+    assert load("scaling").model.scaling and load("scaling").model.rounds == 0
+    assert load("rank3").model.rank == 3 and load("full_rank").model.rank == 0
+    assert load("factorised").model.gate_rank > 0 and load("factorised").model.rounds == 0
+    assert load("lstm,sgd").optimizer.name == "sgd" != load("lstm").optimizer.name
+    assert load("lstm,sgd").optimizer.learning_rate == 1.0
+    assert load("rmsprop").optimizer.name == "rmsprop"
+    assert load("layer_norm").model.layer_norm and not load("").model.layer_norm
+    assert not load("untied").model.tied_embeddings and load("").model.tied_embeddings
+    episodic = load("lstm,episodic")
+    assert episodic.data.episodic and episodic.model.trainable_initial_state
+    assert load("characters").data.name == "ptb_char"
+    small = [load(v).optimizer for v in ("lstm", "mogrifier", "mlstm", "full_rank")]
+    assert all(optimizer == small[0] for optimizer in small)
+
+
+FILE = """
+from ml_collections import config_dict
+from mogrifier_jax.experiment import Row, Set, choose
+
+def get_config(variant=""):
+    model, condition, _ = choose(variant, ("a", "b"), ("", "cold"), ("", "tiny"))
+    config = config_dict.ConfigDict(dict(seed=0, data=dict(name=model), step=1))
+    return config.lock()
+
+SETS = {
+    "both": Set("Both", [Row("a", "A", paper=1.0), Row("b", "B")]),
+    "cold": Set("Cold", [Row("a,cold", "A"), Row("a", "A")]),
+}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "trial.py").write_text(FILE)
+    return f"{tmp_path / 'trial.py'}:tiny"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Stands in for training; notes the folders, and writes what comparisons need."""
+    started = []
+
+    def run(config, workdir):
+        started.append(f"{pathlib.Path(workdir).parent.name}/{pathlib.Path(workdir).name}")
+        if config.data.name == "b" and config.seed == 2:
+            raise errors.Diverged("the loss of step 3 is not finite")
+        if config.step == 9:
+            raise errors.Interrupted("stopped")
+        (pathlib.Path(workdir) / "results.json").parent.mkdir(parents=True, exist_ok=True)
+        (pathlib.Path(workdir) / "results.json").write_text('{"valid_nats": 1.5}')
+
+    monkeypatch.setattr(train, "train_and_evaluate", run)
+    monkeypatch.setattr(comparisons, "write", lambda *args, **options: None)
+    return started
+
+
+def test_every_run_is_made_once_seed_by_seed(file, trained, tmp_path):
+    sweeps.run(file, "both,cold", "1,3", str(tmp_path / "w"))
+    assert trained == [f"{v}/seed{k}" for k in (1, 3) for v in ("a", "b", "a_cold")]
+    sweeps.run(file, "both,cold", "1,3,4", str(tmp_path / "w"))
+    assert trained[6:] == ["a/seed4", "b/seed4", "a_cold/seed4"]
+    assert sweeps.read_record(tmp_path / "w" / "a" / "seed1")["seconds"] >= 0
+
+
+def test_a_run_that_diverges_does_not_end_the_sweep(file, trained, tmp_path):
+    sweeps.run(file, "both", "2,1", str(tmp_path / "w"))
+    assert trained == ["a/seed2", "b/seed2", "a/seed1", "b/seed1"]
+    assert "step 3" in sweeps.read_record(tmp_path / "w" / "b" / "seed2")["diverged"]
+    assert sweeps.describe(tmp_path / "w" / "b" / "seed2") == "diverged"
+    sweeps.run(file, "both", "2,1", str(tmp_path / "w"))
+    assert len(trained) == 4
+
+
+def test_a_run_that_is_stopped_ends_the_sweep(file, trained, tmp_path):
+    with pytest.raises(errors.Interrupted):
+        sweeps.run(file, "both", "1", str(tmp_path / "w"), overrides={"step": 9})
+    assert trained == ["a/seed1"] and not sweeps.is_done(tmp_path / "w" / "a" / "seed1")
+    sweeps.run(file, "both", "1", str(tmp_path / "w"))
+    assert trained == ["a/seed1", "a/seed1", "b/seed1"]
+
+
+SCRIPT = """
+import pathlib, sys, time
+folder = pathlib.Path([a for a in sys.argv if a.startswith("--workdir=")][0][10:])
+(folder / "began").write_text(str(time.time()))
+code = {"b/seed2": 3, "a/seed9": 75}.get(f"{folder.parent.name}/{folder.name}", 0)
+code = 1 if folder.parent.parent.name == "broken" else code
+if not code:
+    time.sleep(0.4)
+    (folder / "results.json").write_text('{"valid_nats": 1.5}')
+(folder / "ended").write_text(str(time.time()))
+print("some reason")
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Processes that only write files."""
+    real = sweeps.Sweep.command
+    seen = []
+
+    def command(self, job):
+        seen.append(real(self, job))
+        return [sys.executable, "-c", SCRIPT, *seen[-1][3:]]
+
+    monkeypatch.setattr(sweeps.Sweep, "command", command)
+    monkeypatch.setattr(comparisons, "write", lambda *args, **options: None)
+    return seen
+
+
+def times(folder):
+    return [float((folder / name).read_text()) for name in ("began", "ended")]
+
+
+def test_several_runs_at_once(file, beside, tmp_path):
+    sweeps.run(file, "both", "1,2", str(tmp_path / "w"), parallel=2, overrides={"step": 5})
+    (first, end), (second, _) = (times(tmp_path / "w" / v / "seed1") for v in "ab")
+    assert second < end and first < end
+    assert beside[0][1:] == [
+        *("-m", "mogrifier_jax.main", f"--config={tmp_path / 'trial.py'}:a,tiny"),
+        *("--config.step=5", "--config.seed=1", f"--workdir={tmp_path / 'w' / 'a' / 'seed1'}"),
+    ]
+    assert "some reason" in sweeps.read_record(tmp_path / "w" / "b" / "seed2")["diverged"]
+    assert len(beside) == 4
+    sweeps.run(file, "both", "1,2", str(tmp_path / "w"), parallel=2, overrides={"step": 5})
+    assert len(beside) == 4
+
+
+def test_a_process_that_fails_ends_the_sweep_with_its_log(file, beside, tmp_path):
+    with pytest.raises(errors.UsageError, match=r"ended with code 1; the reason is in .*log.txt"):
+        sweeps.run(file, "both", "1", str(tmp_path / "broken"), parallel=2)
+    assert "some reason" in (tmp_path / "broken" / "a" / "seed1" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(names="bth"), "--set=bth is not in .* it has both, cold"),
+        (dict(seeds="1,x"), "--seeds=1,x must be different numbers"),
+        (dict(seeds="1,1"), "--seeds=1,1 must be different numbers"),
+        (dict(parallel=0), "--parallel=0 must be at least 1"),
+    ],
+)
+def test_mistakes_are_named_before_any_run(file, trained, tmp_path, options, words):
+    with pytest.raises(errors.UsageError, match=words):
+        sweeps.run(
+            file,
+            options.get("names", "both"),
+            options.get("seeds", "1"),
+            str(tmp_path / "w"),
+            parallel=options.get("parallel", 1),
+        )
+    assert not trained
+
+
+def test_a_file_without_sets_is_refused():
+    with pytest.raises(errors.UsageError, match="has no sets to sweep over"):
+        sweeps.Sweep(str(ROOT / "experiments" / "pydoc.py"))
+    with pytest.raises(errors.UsageError, match="is not an experiment"):
+        experiment.load_config("none.py")
+
+
+def make_rows(values, **options):
+    """Rows as `collect` makes them, of seeds' nats."""
+    rows = []
+    for label, nats in values.items():
+        scores = [math.exp(value) for value in nats]
+        mean = sum(scores) / len(scores)
+        summary = {
+            **{"variant": label, "label": label, "x": None, "paper": None, "unit": "ppl"},
+            **{"runs": [""] * len(nats), "num_params": 2_000_000, "hidden_size": 150},
+            **{"batch_size": 16, "window": 35, "steps": 1000, "seconds": 60.0 * len(nats)},
+            **{"hardware": ["1 cpu, 2 cores"], "commits": ["0123456789+changes"]},
+            "valid": {
+                "scores": scores,
+                "mean": mean,
+                "spread": 1.25,
+                "nats": sum(nats) / len(nats),
+            },
+            "test": {"scores": scores, "mean": mean, "spread": None, "nats": nats[0]},
+        }
+        rows.append({**summary, **{key: value[label] for key, value in options.items()}})
+    return rows
+
+
+def test_a_table_has_mean_spread_paper_and_what_it_was_made_with():
+    rows = make_rows(
+        {"LSTM": [5.0, 5.2], "Mogrifier": [4.9]}, paper={"LSTM": 4.0, "Mogrifier": None}
+    )
+    lines = comparisons.to_markdown("Title", rows).splitlines()
+    assert lines[0] == "**Title**, perplexity"
+    assert lines[4].startswith(
+        "| LSTM | 2,000,000 | 150 | 2 | 164.84 ± 1.25 | 164.84 | 54.60 | 1.0 |"
+    )
+    assert lines[5].startswith("| Mogrifier | 2,000,000 | 150 | 1 | **134.29 ± 1.25** |")
+    assert lines[-1] == (
+        "1,000 steps of 16 x 35 tokens. Commit 0123456+; 1 cpu, 2 cores; 3 runs, 3m00s in all."
+    )
+
+
+def test_a_document_keeps_everything_but_the_table(tmp_path):
+    report, made = tmp_path / "RESULTS.md", tmp_path / "work" / "both"
+    made.parent.mkdir()
+    made.with_suffix(".md").write_text("first\n")
+    made.with_suffix(".json").write_text("[]")
+    report.write_text("# Results\n\nbefore\n<!-- sweep trial:tiny both -->\n<!-- end -->\nafter\n")
+    comparisons.insert(report, "trial:tiny both", made)
+    assert (
+        "before\n<!-- sweep trial:tiny both -->\nfirst\n<!-- end -->\nafter" in report.read_text()
+    )
+    made.with_suffix(".md").write_text("second\n")
+    made.with_suffix(".png").write_bytes(b"picture")
+    comparisons.insert(report, "trial:tiny both", made)
+    text = report.read_text()
+    assert "first" not in text and text.startswith("# Results") and text.endswith("after\n")
+    assert "second\n\n![trial:tiny both](docs/results/trial_tiny_both.png)\n<!-- end -->" in text
+    assert (tmp_path / "docs" / "results" / "trial_tiny_both.json").read_text() == "[]"
+    comparisons.insert(report, "trial:tiny other", made)
+    assert report.read_text().startswith(text)
+
+
+def test_figures_show_every_row_and_the_paper_beside():
+    rows = make_rows(
+        {"LSTM": [5.0, 5.2], "Mogrifier": [4.9, 4.8]}, paper={"LSTM": 4.0, "Mogrifier": 3.9}
+    )
+    fig = figures.figure_of_set(Set("Both", [Row("a", "LSTM"), Row("b", "Mogrifier")]), rows)
+    for axes in fig.axes:
+        assert [t.get_text() for t in axes.get_yticklabels()] == ["LSTM", "Mogrifier"]
+    assert fig.axes[0].get_title() == "measured: 2M parameters, 2 seeds"
+    assert fig.axes[1].get_title() == "paper"
+    places = {"LSTM": 0, "Mogrifier": 5}
+    rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x=places)
+    (axes,) = figures.figure_of_set(Set("Curves", [], x_label="rounds"), rows).axes
+    assert axes.get_xlabel() == "rounds" and axes.get_xticks().tolist() == [0, 5]
+    rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x={"LSTM": "tied", "Mogrifier": "tied"})
+    (axes,) = figures.figure_of_set(Set("Words", [], x_label=""), rows).axes
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["tied"]
+
+
+@pytest.mark.slow
+def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path):
+    """Two runs, of which the second is made later; the first is not made again."""
+    options = dict(overrides={"data.length": 3, "data.window": 4})
+    sweep = sweeps.Sweep(f"{COPY}:tiny", **options)
+    sweep.module.SETS["pair"] = Set(
+        "Pair", [Row("lstm", "LSTM", 3), Row("mogrifier", "Mogrifier", 3)]
+    )
+    jobs = [sweep.make_job(variant, 1, tmp_path) for variant in ("lstm", "mogrifier")]
+    list(sweeps.run_here(jobs[:1]))
+    before = (jobs[0].folder / "results.json").stat().st_mtime_ns
+    assert [sweeps.is_done(job.folder) for job in jobs] == [True, False]
+    list(sweeps.run_here(jobs[1:]))
+    comparisons.write(sweep, {"pair": sweep.module.SETS["pair"]}, tmp_path, [1])
+    assert (jobs[0].folder / "results.json").stat().st_mtime_ns == before
+    rows = json.loads((tmp_path / "pair.json").read_text())
+    assert [row["label"] for row in rows] == ["LSTM", "Mogrifier"]
+    for row, job in zip(rows, jobs, strict=True):
+        result = json.loads((job.folder / "results.json").read_text())
+        assert row["valid"]["mean"] == row["valid"]["nats"] == result["valid_nats"]
+        assert row["num_params"] == sum(models.count_parameters(make_model(job.config)).values())
+        assert 1.5 < row["valid"]["mean"] < 3.0 and row["seconds"] > 0
+    assert rows[0]["valid"]["mean"] != rows[1]["valid"]["mean"]
+    assert "| LSTM | 3 |" in (tmp_path / "pair.md").read_text()
+    assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
