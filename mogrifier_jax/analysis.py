@@ -4,13 +4,12 @@ Axes: T time, B stripes, U units of a gate, N bins, L layers, V vocabulary. Ever
 summed up on the device, in two passes, and merged on the host in float64. Gates are named as in
 `cells.py`; `round1`, `round2`, ... are the Mogrifier's gates 2σ(.), and `x_scale` and `h_scale`
 their products: by how much all rounds together scale x and h. `losses.py` tells where a model
-errs, `gate_plots.py` draws.
+errs, `inspection.py` opens workdirs, `gate_plots.py` draws.
 """
 
 import functools
 import heapq
 import json
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from mogrifier_jax import errors, evaluate, models, pretrained, tasks, texts, vocabulary
+from mogrifier_jax import errors, models, tasks, vocabulary
 
 BINS = 60
 SATURATION = 0.1  # Of its range: a gate that is closer to an end of it is saturated.
@@ -273,19 +272,3 @@ def read_window(params, stream, carry, index, *, model, batch_at, bins):
 def strength(scale: jax.Array) -> jax.Array:
     """Mean |log2 scale| over units: 1 is as much as twice or half, and 20 is the most."""
     return jnp.abs(jnp.log2(jnp.maximum(scale, 2.0**-20))).mean(-1)
-
-
-def analyse(
-    workdir: str | os.PathLike,
-    split: str = "valid",
-    *,
-    max_windows: int | None = None,
-    source_dir: str | None = None,
-) -> Report:
-    """Gate statistics of the best weights of a run on a split of its corpus."""
-    loaded = pretrained.load_weights(workdir)
-    found = texts.read_splits(loaded, source_dir)
-    lines = loaded.config.evaluation.lines_per_stripe
-    stripes = evaluate.num_stripes(found, split, loaded.config.data.batch_size, lines)
-    plan = found.plan(split, stripes, window=loaded.config.data.window)
-    return GateAnalysis(loaded.model, plan)(loaded.params, max_windows=max_windows, title=split)

@@ -65,7 +65,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     starts = [start for folder in folders for start in _read(folder / "version.json", [])]
     summary: dict[str, Any] = {
         "unit": unit,
-        "runs": [str(folder) for folder in folders],
+        "runs": ["/".join(folder.parts[-2:]) for folder in folders],
         "num_params": sum(models.count_parameters(model).values()),
         "hidden_size": model.hidden_size,
         "embedding_size": model.embedding_size,
@@ -76,6 +76,14 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
         "hardware": sorted({record["hardware"] for record in records if "hardware" in record}),
         "commits": sorted({start["commit"] for start in starts if start.get("commit")}),
     }
+    summary["curves"] = [
+        [
+            (r["step"], float(r["valid_nats"]))
+            for r in metrics.read_metrics(f)
+            if r["kind"] == "eval"
+        ]
+        for f in folders
+    ]
     for split in SPLITS:
         nats = [result[f"{split}_nats"] for result in results]
         scores = [in_unit(value, unit) for value in nats]
@@ -176,13 +184,18 @@ def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
     for ending in (".json", ".png"):
         if made.with_suffix(ending).exists():
             shutil.copyfile(made.with_suffix(ending), kept.with_suffix(ending))
-    section = f"<!-- sweep {name} -->\n{made.with_suffix('.md').read_text()}"
+    table = made.with_suffix(".md").read_text()
     if kept.with_suffix(".png").exists():
         picture = kept.with_suffix(".png").relative_to(report.parent).as_posix()
-        section += f"\n![{name}]({picture})\n"
-    section += "<!-- end -->"
+        table += f"\n![{name}]({picture})\n"
+    replace_section(report, f"sweep {name}", table)
+
+
+def replace_section(report: pathlib.Path, name: str, content: str) -> None:
+    """Puts Markdown between the comments of this name, which come to the end if there are none."""
+    section = f"<!-- {name} -->\n{content}<!-- end -->"
     text = report.read_text() if report.exists() else ""
-    place = re.compile(rf"<!-- sweep {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
+    place = re.compile(rf"<!-- {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
     if place.search(text):
         text = place.sub(lambda _: section, text)
     else:

@@ -51,6 +51,29 @@ def figure_of_set(each: experiment.Set, rows: Rows) -> Any:
     return fig
 
 
+def draw_curves(rows: Rows, title: str = "") -> Any:
+    """Validation loss at every evaluation, a line for each seed."""
+    from matplotlib import figure
+
+    fig = figure.Figure(figsize=(6, 3.8), layout="constrained")
+    axes = fig.add_subplot()
+    for number, row in enumerate(rows):
+        name = row["label"] if row["x"] is None else f"{row['label']}, {row['x']}"
+        for seed, curve in enumerate(row["curves"]):
+            steps, nats = zip(*curve[1:], strict=True)  # What comes before training is noise.
+            axes.plot(
+                steps, nats, ".-", color=f"C{number}", linewidth=1, label=name if not seed else None
+            )
+    axes.set_xlabel("optimiser steps")
+    axes.set_ylabel("validation, nats per token")
+    axes.set_title(title)
+    axes.grid(alpha=0.25)
+    axes.legend(framealpha=0.9, edgecolor="none", fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return fig
+
+
 def _draw(axes, each: experiment.Set, points, unit: str) -> None:
     """One panel; `points` are (row, mean, spread, scores of the seeds or None)."""
     name = f"validation, {LABELS[unit]}"

@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from mogrifier_jax import errors, options
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample", "preflight", "sweep")
+MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
@@ -24,7 +24,7 @@ _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _EVAL = config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
-_JSON = flags.DEFINE_string("json", None, "For preflight: a file for the numbers.")
+_JSON = flags.DEFINE_string("json", None, "For preflight, inspect: a file for the numbers.")
 _PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
 _LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
@@ -35,7 +35,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
 _SET = flags.DEFINE_string("set", None, "For sweep: which sets of the experiment, as a,b.")
 _SEEDS = flags.DEFINE_string("seeds", "1", "For sweep: of the runs, as 1,2,3.")
 _PARALLEL = flags.DEFINE_integer("parallel", 1, "For sweep: runs at a time.")
-_REPORT = flags.DEFINE_string("report", None, "For sweep: a Markdown file to renew tables in.")
+_REPORT = flags.DEFINE_string("report", None, "For sweep, inspect: Markdown to renew tables in.")
 _PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
@@ -61,7 +61,12 @@ def main(argv: Sequence[str]) -> None:
     with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
         progress.setup_logging()
         modes = dict(
-            train=train, evaluate=evaluate, sample=sample, preflight=preflight, sweep=sweep
+            train=train,
+            evaluate=evaluate,
+            sample=sample,
+            preflight=preflight,
+            sweep=sweep,
+            inspect=inspect,
         )
         modes[_MODE.value]()
 
@@ -126,6 +131,14 @@ def sweep() -> None:
         parallel=_PARALLEL.value,
         report=_REPORT.value,
     )
+
+
+def inspect() -> None:
+    """Compares gates and losses of the runs in --workdir (several: a,b,c)."""
+    from mogrifier_jax import inspection
+
+    folders = (_WORKDIR.value or "").split(",")
+    inspection.run(folders, document=_REPORT.value, json_path=_JSON.value)
 
 
 def train() -> None:

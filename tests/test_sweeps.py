@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import pytest
+
 from mogrifier_jax import comparisons, errors, experiment, figures, models, sweeps, train
 from mogrifier_jax.experiment import Row, Set
 
