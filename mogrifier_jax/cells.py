@@ -71,6 +71,21 @@ def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(vector.astype(like.dtype), like.shape)
 
 
+def sum_leading(x: jax.Array, num_axes: int) -> jax.Array:
+    """Sums over the first axes, in at least float32."""
+
+    def by_matmul(x):
+        # A TPU's matrix units are quicker at it than its vector units. One row of ones would be
+        # taken apart into a product and a sum again; eight are not.
+        ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
+        return jnp.tensordot(ones, x, num_axes, preferred_element_type=wide(x.dtype))[0]
+
+    def by_sum(x):
+        return widen(x).sum(tuple(range(num_axes)))
+
+    return jax.lax.platform_dependent(x, tpu=by_matmul, default=by_sum)
+
+
 def layer_norm(x: jax.Array, gain: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Array:
     """Normalises jointly over `axes`, with a trained gain and no shift."""
     mean = x.mean(axes, keepdims=True)

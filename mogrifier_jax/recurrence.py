@@ -8,9 +8,9 @@ gradient is one matmul over [T * B] after the scan. It works for any step whose 
 multiplied in `cells.project` and `cells.affine`: there a map may be replaced by a tap, which
 recalls the map's output on the way back. So the cells know nothing of all this.
 
-Kept from the forward pass are the carries and the outputs of the large maps. Products of two
-thin factors are cheap to compute again, for all time steps in one go; storing their outputs
-at every step is what costs. No large matmul runs twice.
+Kept from the forward pass are the carries that went into each step and the outputs of the
+large maps. Products of two thin factors are cheap to compute again, for all time steps in one
+go; storing their outputs at every step is what costs. No large matmul runs twice.
 """
 
 import functools
@@ -91,18 +91,18 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
                 outputs[name] = y
             return y
 
-        carry = step(taps.replace(compute), carry, x, **extras, **constant)
-        return carry, (carry, outputs)
+        after = step(taps.replace(compute), carry, x, **extras, **constant)
+        return after, (carry, outputs)
 
     last, (carries, outputs) = jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
-    return (last, carries.h), (params, carry, xs, scanned, constant, carries, outputs)
+    hs = jnp.concatenate([carries.h[1:], last.h[None]])
+    return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
 
 def _backward(step, dtype, unroll, saved, cotangents):
-    params, first, xs, scanned, constant, carries, outputs = saved
+    params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
     taps = Taps(params, dtype)
-    carries = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[:-1]]), first, carries)
 
     def ends_of_maps(carry, x, extras, outputs):
         """What goes into every linear map of a step and what comes out of it."""
@@ -231,7 +231,7 @@ class Taps:
         for name, matrices in self.maps.items():
             x, d_output = inputs[name], d_outputs[name]
             if name in self._bias:
-                grads[self._bias[name]] = cells.widen(d_output).sum((0, 1))
+                grads[self._bias[name]] = cells.sum_leading(d_output, 2)
             if self.is_thin(name):
                 low = jnp.tensordot(x, matrices[0], axes=1)
                 grads[self._second[name]] = _sum_of_products(low, d_output)

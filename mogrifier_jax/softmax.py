@@ -143,7 +143,7 @@ def _log_probability_backward(saved, d_log_p):
     lead = tuple(range(us.ndim - 1))
     d_us = jnp.tensordot(d_logits, matrix, axes=1)
     d_matrix = jnp.tensordot(d_logits, us, (lead, lead)).astype(matrix.dtype)
-    d_bias = cells.widen(d_logits).sum(lead).astype(bias.dtype)
+    d_bias = cells.sum_leading(d_logits, len(lead)).astype(bias.dtype)
     return d_us, d_matrix, d_bias, d_temperature, None
 
 
