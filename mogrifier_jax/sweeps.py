@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -159,12 +160,13 @@ def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
 
 def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     """Several runs at once, each in a process; their words go to log.txt in their folders."""
-    waiting, running = list(jobs), list[tuple[Job, Any, Any]]()
+    waiting, running, stopped = list(jobs), list[tuple[Job, Any, Any]](), list[Job]()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(signals.StopRequests())
         stack.callback(terminate, running)  # None is left when all is well.
         while waiting or running:
             if stop.requested():
+                stopped += waiting
                 waiting.clear()
                 terminate(running)
             while waiting and len(running) < parallel:
@@ -179,8 +181,12 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
                 clock.close()
                 if finished(job, process.returncode):
                     yield job
-        if stop.requested():
-            raise errors.Interrupted("the sweep was stopped; the same command goes on")
+                else:
+                    stopped.append(job)
+    if stopped:
+        raise errors.Interrupted(
+            f"{len(stopped)} runs were stopped, or not started; the same command goes on"
+        )
 
 
 def terminate(running: Sequence[tuple[Job, subprocess.Popen, Any]]) -> None:
@@ -203,7 +209,7 @@ def finished(job: Job, code: int) -> bool:
     log = job.folder / "log.txt"
     if code == errors.Diverged.exit_code:
         write_record(job.folder, diverged=log.read_text().strip().splitlines()[-1])
-    elif code == errors.Interrupted.exit_code:
+    elif code in (errors.Interrupted.exit_code, -signal.SIGTERM):
         return False
     elif code:
         raise errors.UsageError(f"{job} ended with code {code}; the reason is in {log}")

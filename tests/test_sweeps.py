@@ -213,6 +213,13 @@ def test_a_process_that_fails_ends_the_sweep_with_its_log(file, beside, tmp_path
     assert "some reason" in (tmp_path / "broken" / "a" / "seed1" / "log.txt").read_text()
 
 
+def test_processes_that_are_stopped_are_left_for_the_next_time(file, beside, tmp_path):
+    with pytest.raises(errors.Interrupted, match="1 runs were stopped"):
+        sweeps.run(file, "both", "9,1", str(tmp_path / "w"), parallel=2)
+    done = [path.parent for path in (tmp_path / "w").glob("*/*/results.json")]
+    assert len(done) == 3 and tmp_path / "w" / "a" / "seed9" not in done
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
