@@ -23,7 +23,6 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints,
 _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
-_EVAL = config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
 _JSON = flags.DEFINE_string("json", None, "For preflight, inspect: a file for the numbers.")
 _PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
 _LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
@@ -86,7 +85,7 @@ def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
     from mogrifier_jax import scoring
 
-    scoring.run((_WORKDIR.value or "").split(","), _EVAL.value)
+    scoring.run((_WORKDIR.value or "").split(","), FLAGS.eval)
 
 
 def sample() -> None:
@@ -171,9 +170,17 @@ def default_workdir() -> str:
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses the command line; whatever is wrong with it becomes one sentence."""
     try:
+        define_options()
         return FLAGS(list(argv))
     except (flags.Error, AttributeError, KeyError, OSError, errors.UsageError) as error:
         raise errors.UsageError(explain(error)) from None
+
+
+def define_options() -> None:
+    """Flags with options of their own: a misspelt one is an error as they are defined."""
+    if "eval" in FLAGS:  # Of an earlier command line in this process.
+        delattr(FLAGS, "eval")
+    config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
 
 
 def explain(error: BaseException) -> str:
@@ -189,7 +196,7 @@ def explain(error: BaseException) -> str:
         return str(error)
     while isinstance(error, BaseException):
         error = error.args[0]
-    return "the experiment has no such key: " + error.replace("\n", ". ")
+    return "there is no such key: " + error.replace("\n", ". ")
 
 
 def run() -> None:

@@ -10,21 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mogrifier_jax
-from experiments import text as experiment
-from mogrifier_jax import (
-    averaging,
-    checkpoints,
-    errors,
-    models,
-    options,
-    partitioning,
-    sample,
-    scoring,
-    trained,
-    vocabulary,
-    workdirs,
-)
+from mogrifier_jax import errors, models, options, partitioning, sample, scoring, trained
 from tests import quick
+from tests import workdir as workdirs
 
 CELLS = ("LSTMCell", "MLSTMCell", "MogrifierElmanCell", "MogrifierGRUCell", "MogrifierLSTMCell")
 B, T, D, H = 8, 5, 4, 6
@@ -126,25 +114,8 @@ def quick_compiles():
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """That of a run, as far as it is read, with weights that have opinions."""
     folder = tmp_path_factory.mktemp("run")
-    config = experiment.get_config("tiny")
-    with config.unlocked():
-        config.model.update(num_layers=2, hidden_size=6, rounds=3, rank=2)
-        config.data.window = 8
-    vocab = vocabulary.Vocabulary.from_text(TEXT, "character")
-    model = models.make_model(len(vocab), **config.model)
-
-    @quick.jit
-    def make_state(key):
-        params = model.init(key, **model.example())["params"]
-        params = jax.tree.map(lambda leaf: 2 * leaf, params)
-        return {"params": params, "average": averaging.make_averaging("triggered").init(params)}
-
-    workdirs.write_run_files(folder, config, vocab.to_json())
-    with checkpoints.Checkpoints(folder) as saved:
-        saved.save(3, make_state(jax.random.key(0)), info={"temperature": 0.9}, best=True)
-    return folder
+    return workdirs.write(folder, TEXT, num_layers=2, hidden_size=6, rounds=3, rank=2)
 
 
 @pytest.fixture(scope="module")

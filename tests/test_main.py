@@ -63,6 +63,40 @@ def trained(monkeypatch):
         ([TINY, "--config.model.rounds=three"], "--config.model.rounds=three: invalid literal"),
         ([TINY, "--config.model=3"], "--config.model=3: Failed to parse"),
         ([TINY, "--config.model.tied_embeddings=3"], "--config.model.tied_embeddings=3"),
+        (["--mode=evaluate"], "--workdir is missing; give that of a run, or several: a,b,c"),
+        (["--mode=evaluate", "--workdir=none"], "workdir none does not exist; give that of a trai"),
+        (
+            ["--mode=evaluate", "--eval.methodz=mc"],
+            "no such key: 'methodz'. Did you mean \"methods",
+        ),
+        (["--mode=evaluate", "--eval.dyneval.x=1"], "no such key: 'x'"),
+        (["--mode=evaluate", "--eval.samples=many"], "--eval.samples=many: invalid literal"),
+        (["--mode=evaluate", "--workdir=x", "--eval.methods=mcc"], "method 'mcc' is unknown; use"),
+        (["--mode=sample"], "--workdir is missing; give that of a trained run"),
+        (
+            ["--mode=sample", "--workdir=none"],
+            "workdir none does not exist; give that of a trained",
+        ),
+        (["--mode=sample", "--workdir=docs"], "docs is not the workdir of a run: it has no config"),
+        (["--mode=sample", "--workdir=none", "--length=-3"], "length -3 must be at least 1 token"),
+        (["--mode=sample", "--workdir=none", "--length=few"], "flag --length=few: invalid literal"),
+        (["--mode=sample", "--workdir=none", "--temperature=0"], "temperature 0.0 must be above 0"),
+        (
+            ["--mode=sample", "--workdir=none", "--temperature=-1"],
+            "temperature -1.0 must be above 0",
+        ),
+        (
+            ["--mode=sample", "--workdir=none", "--top_k=0"],
+            "top_k 0 must be at least 1, or left out",
+        ),
+        (["--mode=sample", "--workdir=none", "--top_p=2"], "top_p 2.0 must be in (0, 1], or left"),
+        (
+            ["--mode=sample", "--workdir=none", "--num_samples=0"],
+            "num_samples 0 must be at least 1",
+        ),
+        (["--mode=preflight", TINY], "--topology is missing; give chips, such as --topology=v5e"),
+        (["--mode=preflight", TINY, "--topology=v99:2x2"], "v99"),
+        (["--mode=preflight", "--topology=v5e:2x2"], "--config is missing; give an experiment"),
     ],
 )
 def test_mistakes_end_with_one_sentence(command, trained, arguments, words):

@@ -1,0 +1,29 @@
+"""The workdir of a run, as far as it is read, made without training."""
+
+import jax
+import numpy as np
+
+from experiments import text as experiment
+from mogrifier_jax import averaging, checkpoints, models, vocabulary, workdirs
+from tests import quick
+
+
+def write(folder, text, **model_options):
+    """One of `experiments/text.py:tiny` on this text, with weights that have opinions."""
+    config = experiment.get_config("tiny")
+    with config.unlocked():
+        config.model.update(model_options)
+        config.data.window = 8
+    vocab = vocabulary.Vocabulary.from_text(text, config.data.level)
+    model = models.make_model(len(vocab), **config.model)
+
+    @quick.jit
+    def make_state(key):
+        params = model.init(key, **model.example())["params"]
+        params = jax.tree.map(lambda leaf: np.float32(2) * leaf, params)
+        return {"params": params, "average": averaging.make_averaging("triggered").init(params)}
+
+    workdirs.write_run_files(folder, config, vocab.to_json())
+    with checkpoints.Checkpoints(folder) as saved:
+        saved.save(3, make_state(jax.random.key(0)), info={"temperature": 0.9}, best=True)
+    return folder
