@@ -8,7 +8,7 @@ masks, `dyneval.py` adapts the weights on the way.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,9 @@ import tqdm
 
 from mogrifier_jax import errors, metrics, partitioning, steps, tasks
 
-# lamb's grid of multipliers on the logits, in its order.
+# lamb's grid of multipliers on the logits, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))
+AT_ONCE = 7  # and how many of them are tried in one pass.
 
 
 class Evaluation:
@@ -44,17 +45,32 @@ class Evaluation:
         self, params: Any, temperature: float = 1.0, max_windows: int | None = None, title: str = ""
     ) -> metrics.Sum:
         """Nats over tokens of the first `max_windows` windows, or of all."""
+        (total,) = self.at_temperatures(params, (temperature,), max_windows, title)
+        return total
+
+    def at_temperatures(
+        self,
+        params: Any,
+        temperatures: Sequence[float],
+        max_windows: int | None = None,
+        title: str = "",
+    ) -> list[metrics.Sum]:
+        """The same at each of several temperatures; all but the softmax is computed once."""
         windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
         carry: Any = self._zero_carry()
-        total = metrics.Sum(0.0, 0)
+        totals = [metrics.Sum(0.0, 0) for _ in temperatures]
+        values = np.asarray(temperatures, np.float32)
         bar = tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False)
         for first in range(0, windows, self._chunk):
-            nats, counts, carry = self._run(params, self.plan.stream, carry, first, temperature)
-            wanted = (np.asarray(a)[: windows - first] for a in (nats, counts))
-            total = total.merge(metrics.Sum(*wanted).on_host())
+            nats, counts, carry = self._run(params, self.plan.stream, carry, first, values)
+            nats, counts = (np.asarray(a)[: windows - first] for a in (nats, counts))
+            totals = [
+                total.merge(metrics.Sum(nats[:, k], counts).on_host())
+                for k, total in enumerate(totals)
+            ]
             bar.update(min(self._chunk, windows - first))
         bar.close()
-        return total
+        return totals
 
 
 def _carry_shardings(plan: tasks.Plan, carry: Any) -> Any:
@@ -67,14 +83,23 @@ def _carry_shardings(plan: tasks.Plan, carry: Any) -> Any:
 
 
 def score_windows(params, stream, carry, first, temperature, *, model, batch_at, num_windows):
-    """Sums of nats and numbers of tokens of each of W windows, and the carry after them."""
+    """Sums of nats and numbers of tokens of each of W windows, and the carry after them.
+
+    `temperature` is a number, or [K]; the nats are then [W, K].
+    """
 
     def body(carry, index):
         batch = batch_at(stream, index)
-        nats, carry = model.apply(
-            {"params": params}, batch, carry, None, temperature, method="batch_nats"
-        )
-        return carry, (nats.sum(), steps.num_targets(batch))
+
+        def score(temperature):
+            return model.apply(
+                {"params": params}, batch, carry, None, temperature, method="batch_nats"
+            )
+
+        # What does not depend on the temperature is not repeated.
+        at_all = jax.vmap(score, out_axes=(0, None)) if jnp.ndim(temperature) else score
+        nats, after = at_all(temperature)
+        return after, (nats.sum((-2, -1)), steps.num_targets(batch))
 
     carry, (nats, counts) = jax.lax.scan(body, carry, first + jnp.arange(num_windows))
     return nats, counts, carry
@@ -142,18 +167,33 @@ class TurnEvaluation:
     def __call__(self, params: Any) -> Scores:
         """Scores of these weights."""
         train = self._train(params, max_windows=self._settings.train_windows).mean()
-        temperature = self._settings.softmax_temperature or search_temperature(
-            lambda t: self._search(params, t, self.search_windows).mean()
-        )
+        temperature = self._settings.softmax_temperature or self._search_temperature(params)
         return Scores(train, self.score("valid", params, temperature), temperature)
+
+    def _search_temperature(self, params: Any) -> float:
+        found: dict[float, float] = {}
+
+        def xe(temperature):
+            if temperature not in found:
+                first = TEMPERATURES.index(temperature)
+                group = TEMPERATURES[first : first + AT_ONCE]
+                sums = self._search.at_temperatures(params, group, self.search_windows)
+                found.update(zip(group, (total.mean() for total in sums), strict=True))
+            return found[temperature]
+
+        return search_temperature(xe)
 
     def score(self, split: str, params: Any, temperature: float) -> float:
         """Nats per token of a whole split, or of as much as the settings allow."""
+        return self._of(split)(params, temperature, self._settings.max_windows, split).mean()
+
+    def _of(self, split: str) -> Evaluation:
+        """The evaluation of a whole split."""
         if split not in self._splits:
             lines = self._settings.lines_per_stripe
             stripes = num_stripes(self._task, split, self._batch_size, lines)
             self._splits[split] = self._make(split, stripes, self._settings.max_windows)
-        return self._splits[split](params, temperature, self._settings.max_windows, split).mean()
+        return self._splits[split]
 
     def _make(self, split: str, stripes: int, windows: int | None) -> Evaluation:
         return Evaluation(

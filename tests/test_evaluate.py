@@ -67,6 +67,17 @@ def test_windows_of_one_stream_score_as_the_whole_text(small, one_stream):
     assert abs(stripes.total / score.total - 1) > 1e-4
 
 
+def test_several_temperatures_in_one_pass_equal_a_pass_for_each(small, one_stream):
+    temperatures = (1.06, 0.9, 0.5)
+    together = one_stream.at_temperatures(small.params, temperatures, max_windows=7)
+    alone = [one_stream(small.params, t, max_windows=7) for t in temperatures]
+    for a, b in zip(together, alone, strict=True):
+        assert a.count == b.count == 6 * 7
+        np.testing.assert_allclose(a.total, b.total, rtol=1e-6)
+    totals = [a.total for a in alone]
+    assert min(abs(np.diff(totals))) > 1e-4 * totals[0]
+
+
 def test_the_first_windows_are_scored_alone(small, one_stream):
     direct = small.direct()
     for windows in (1, 5, 7):
