@@ -69,7 +69,8 @@ def test_windows_of_one_stream_score_as_the_whole_text(small, one_stream):
 
 def test_several_temperatures_in_one_pass_equal_a_pass_for_each(small, one_stream):
     temperatures = (1.06, 0.9, 0.5)
-    together = one_stream.at_temperatures(small.params, temperatures, max_windows=7)
+    search = evaluate.Evaluation(small.model, one_stream.plan, chunk=5)
+    together = search.at_temperatures(small.params, temperatures, max_windows=7)
     alone = [one_stream(small.params, t, max_windows=7) for t in temperatures]
     for a, b in zip(together, alone, strict=True):
         assert a.count == b.count == 6 * 7
