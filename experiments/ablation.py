@@ -63,8 +63,8 @@ SMALL = dict(
     model=dict(num_params=2_000_000),
     dropout=dict(input=0.0, inter_layer=0.0, state=0.0, output=0.0),
     optimizer=dict(l2_penalty=1e-5),
-    averaging=dict(trigger_turns=4, trigger_at_the_latest=3),
-    schedule=dict(turns=4, steps_per_turn=250),
+    averaging=dict(trigger_turns=3, trigger_at_the_latest=2),
+    schedule=dict(turns=3, steps_per_turn=200),
     evaluation=dict(softmax_temperature=1.0, train_windows=1),
 )
 SMALL_RANK, SMALL_RATE, SMALL_GATE_RANK = 20, 0.004, 64  # Where a variant sets nothing else.
