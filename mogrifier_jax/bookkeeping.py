@@ -31,7 +31,8 @@ class Book:
     """What is kept of a run in its workdir: numbers, decisions and checkpoints.
 
     Args:
-      on_turn: called after each evaluation with its turn and the best cross-entropy so far.
+      on_turn: called after each evaluation with its turn and the best cross-entropy so far, in
+        place of a line for people.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Book:
         )
         if not math.isfinite(best.valid_nats):
             raise self.diverged(f"the validation cross-entropy of turn {turn}")
-        logging.info("%s", self.turn_line(turn, best, decision))
+        if self._on_turn is None:
+            logging.info("%s", self.turn_line(turn, best, decision))
         return decision, best
 
     def save_turn(self, state, decision: schedule.Decision, scores: evaluate.Scores) -> None:

@@ -21,3 +21,7 @@ class Interrupted(RuntimeError):
     """Stopped on request, with everything saved: launchers should start the run again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again.
+
+
+class Abandoned(RuntimeError):
+    """A run is not worth going on with; whoever started it knows why."""

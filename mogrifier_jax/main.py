@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from mogrifier_jax import errors, options
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect")
+MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect", "tune")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
@@ -33,8 +33,13 @@ _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw
 _SEED = flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
 _SET = flags.DEFINE_string("set", None, "For sweep: which sets of the experiment, as a,b.")
 _SEEDS = flags.DEFINE_string("seeds", "1", "For sweep: of the runs, as 1,2,3.")
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "For sweep: runs at a time.")
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "For sweep, tune: runs at a time.")
 _REPORT = flags.DEFINE_string("report", None, "For sweep, inspect: Markdown to renew tables in.")
+_STUDY = flags.DEFINE_string("study", None, "For tune: a study of the paper, or a JSON file.")
+_TRIALS = flags.DEFINE_integer("trials", 100, "For tune: of the study, all workers together.")
+_STORAGE = flags.DEFINE_string("storage", None, "For tune: URL or journal file, if shared.")
+_SAMPLER = flags.DEFINE_string("sampler", "gp", "For tune: gp, tpe or random.")
+_PRUNE = flags.DEFINE_bool("prune", False, "For tune: stop trials that are below the median.")
 _PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
@@ -66,6 +71,7 @@ def main(argv: Sequence[str]) -> None:
             preflight=preflight,
             sweep=sweep,
             inspect=inspect,
+            tune=tune,
         )
         modes[_MODE.value]()
 
@@ -152,6 +158,34 @@ def train() -> None:
 
         print("A sample of what it has learnt:\n")
         sampling.run(workdir, length=400, temperature=0.7)
+
+
+def tune() -> None:
+    """Searches for the best settings of --config, or of dynamic evaluation of a trained run."""
+    if _STUDY.value is None:
+        raise errors.UsageError("--study is missing; give one, such as --study=appendix_a")
+    try:
+        from mogrifier_jax import tuning, tuning_dyneval
+    except ModuleNotFoundError as error:
+        raise errors.UsageError(
+            f"--mode=tune needs {error.name}; pip install mogrifier_jax[tune]"
+        ) from None
+
+    options: dict[str, Any] = dict(
+        num_trials=_TRIALS.value,
+        parallel=_PARALLEL.value,
+        storage=_STORAGE.value,
+        sampler=_SAMPLER.value,
+    )
+    if _STUDY.value == "dyneval":
+        tuning_dyneval.tune(_WORKDIR.value or "", FLAGS.eval, **options)
+        return
+    require_config()
+    workdir = _WORKDIR.value or f"{default_workdir()}_tune"
+    name = os.path.basename(default_workdir())
+    tuning.tune(
+        _CONFIG.value, workdir, study=_STUDY.value, name=name, prune=_PRUNE.value, **options
+    )
 
 
 def config_filename() -> str:

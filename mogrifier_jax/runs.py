@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -81,8 +81,14 @@ class Run(NamedTuple):
         )
 
 
-def make_run(config: config_dict.ConfigDict, mesh: Any = None, task: Any = None) -> Run:
-    """Reads every section of a config; what does not fit is an error before any compute."""
+def make_run(
+    config: config_dict.ConfigDict, mesh: Any = None, task: Any = None, tuned: Collection[str] = ()
+) -> Run:
+    """Reads every section of a config; what does not fit is an error before any compute.
+
+    Args:
+      tuned: dropout rates that stay in the program when they are zero, as they are elsewhere not.
+    """
     check_keys("config", config, known=SECTIONS, required=set(SECTIONS) - {"log_every"})
     needed = {"name", "batch_size", "window"}
     check_keys("config.data", config.data, known=config.data, required=needed)
@@ -102,20 +108,25 @@ def make_run(config: config_dict.ConfigDict, mesh: Any = None, task: Any = None)
     make_dropout(trial, **config.dropout)
     partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
 
-    stream_key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    data_options = dict(config.data)
-    drop_state = data_options.pop("drop_state_probability", 0.0)
+    drop_state = config.data.get("drop_state_probability", 0.0)
     check_probability("data.drop_state_probability", drop_state)
-    task = task or tasks.make_task(stream_key, mesh, **data_options)
+    task = task or make_task(config, mesh)
     model = models.make_model(
         len(task.vocabulary), encoder_decoder=task.encoder_decoder, **config.model
     )
     partitioning.check_hidden_size(mesh, model.hidden_size)
     hyper = steps.Hyperparameters(
-        learning_rate, l2_penalty, drop_state, make_dropout(model, **config.dropout)
+        learning_rate, l2_penalty, drop_state, make_dropout(model, tuned, **config.dropout)
     )
     program = steps.Program(model, optimizer, average, task.batch_at, groups, reduce)
     return Run(config, mesh, task, model, program, hyper, rules, evaluation)
+
+
+def make_task(config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.Task:
+    """The task of a config; its offsets and jitter follow from the seed."""
+    stream_key = jax.random.fold_in(jax.random.key(config.seed), 1)
+    options = {k: v for k, v in config.data.items() if k != "drop_state_probability"}
+    return tasks.make_task(stream_key, mesh, **options)
 
 
 def make(function: Callable[..., Made], section: str, **options: Any) -> Made:
@@ -178,17 +189,19 @@ def check_probability(name: str, value: float | None) -> None:
         )
 
 
-def make_dropout(model: Any, **rates: float | None) -> models.Dropout:
-    """The rates of `config.dropout`; a rate of zero takes the operation away."""
+def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None) -> models.Dropout:
+    """The rates of `config.dropout`; a rate of zero takes the operation away, unless tuned."""
     check_keys("config.dropout", rates, known=models.Dropout._fields, required=set())
     for name, rate in rates.items():
         check_probability(f"dropout.{name}", rate)
     projects = getattr(model, "mixture_components", 0) or model.embedding_size != model.hidden_size
     if rates.get("downprojected") is None:
         rates["downprojected"] = rates.get("output")
+        tuned = {*tuned, "downprojected"} if "output" in tuned else tuned
     if not projects:
         rates["downprojected"] = None
-    return models.Dropout(**{name: rate or None for name, rate in rates.items()})
+    kept = {name: rate if name in tuned else rate or None for name, rate in rates.items()}
+    return models.Dropout(**kept)
 
 
 def shardings_of(tree: Any) -> Any:

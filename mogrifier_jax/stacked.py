@@ -1,0 +1,260 @@
+"""Many runs in one program: same shapes, other numbers.
+
+Axes: N runs, S steps, W windows; others as in `steps.py`. Weights, optimizer and carries are
+stacked [N, ...] and the steps vmapped; step, text and key are shared, as all runs are at the same
+step and have the same seed. Over several devices the runs lie along the mesh axis "trial", and each
+device works on its own without a word to the others. `stacked_train.py` carries the runs out.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mogrifier_jax import evaluate, runs, steps, tasks
+
+
+class Stack(NamedTuple):
+    """The states of N runs."""
+
+    shared: Any  # Step and key.
+    stacked: Any  # Weights, optimizer, averages and carries, [N, ...].
+
+
+def make_mesh(count: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """Axes ("trial", "data", "model") over as many devices as share `count` runs evenly."""
+    devices = jax.devices() if devices is None else devices
+    size = max(n for n in range(1, min(count, len(devices)) + 1) if count % n == 0)
+    grid = np.asarray(devices[:size]).reshape(size, 1, 1)
+    return Mesh(grid, ("trial", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+
+
+def home(mesh: Mesh) -> Mesh:
+    """The first device, which a run is saved from and restored to."""
+    grid = mesh.devices.reshape(-1)[:1].reshape(1, 1)
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def side_by_side(
+    function: Callable[..., tuple], mesh: Mesh, in_axes: Sequence[int | None], out_axes: Any
+) -> Callable[..., tuple]:
+    """A function of N runs, each device with its share; axes are 0, or None for what is shared."""
+
+    def on_a_device(*args):
+        count = jax.tree.leaves(args[in_axes.index(0)])[0].shape[0]
+        if count > 1:
+            return jax.vmap(function, in_axes, out_axes)(*args)
+        # The program of one run alone: batched matmuls may be slower.
+        args = tuple(_map(lambda a: a[0], args, in_axes))
+        return tuple(_map(lambda a: a[None], function(*args), out_axes))
+
+    def specs(axes):
+        return tuple(PartitionSpec("trial") if a == 0 else PartitionSpec() for a in axes)
+
+    return jax.shard_map(
+        on_a_device, mesh=mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False
+    )
+
+
+def _map(change, values, axes):
+    """Changes the leaves of those values that have an axis."""
+    pairs = zip(values, axes, strict=True)
+    return [jax.tree.map(change, value) if axis == 0 else value for value, axis in pairs]
+
+
+def train_steps(shared, stacked, stream, hyper, *, program, num_steps):
+    """`steps.train_steps` of one run, its state in two parts."""
+    state = steps.TrainState(**shared, **stacked)
+    state, metrics = steps.train_steps(state, stream, hyper, program=program, num_steps=num_steps)
+    return *split(state), metrics
+
+
+def split(state: steps.TrainState) -> Stack:
+    """What all runs share, and what each has of its own."""
+    names = ("step", "key")
+    parts = {name: getattr(state, name) for name in state.__dataclass_fields__}
+    return Stack({n: parts.pop(n) for n in names}, parts)
+
+
+class Functions:
+    """What N runs of one shape compile; `run` is any of them, on the mesh of the stack.
+
+    Stacks of the same size and shape may share it.
+    """
+
+    def __init__(self, run: runs.Run, count: int, mesh: Mesh):
+        self.run, self.count, self.mesh = run, count, mesh
+        self._over_trials = NamedSharding(mesh, PartitionSpec("trial"))
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        average = run.program.average
+        self._init = jax.jit(lambda: split(run.init_state()), out_shardings=self._everywhere)
+        self._candidates = self._jit(lambda a, p: (average.candidates(a, p),), (0, 0), (0,))
+        self._value = self._jit(lambda a, p: (average.value(a, p),), (0, 0), (0,))
+
+        def after_evaluation(state, start, xes):
+            state = average.after_evaluation(state, *xes)
+            on = jax.tree.map(lambda a, b: jnp.where(start, a, b), average.start(state), state)
+            return (on,)
+
+        self._after_evaluation = self._jit(after_evaluation, (0, 0, 0), (0,))
+        self.evaluate = TurnEvaluation(
+            run.model,
+            run.task,
+            run.evaluation,
+            batch_size=run.batch_size // run.program.accumulate,
+            window=run.config.data.window,
+            count=count,
+            mesh=mesh,
+        )
+
+    def _jit(self, function, in_axes, out_axes):
+        return jax.jit(side_by_side(function, self.mesh, in_axes, out_axes))
+
+    @functools.cached_property
+    def _steps(self):
+        return self.jit_steps()
+
+    def jit_steps(self) -> jax.stages.Wrapped:
+        """(shared, stacked, stream, hyper, num_steps=...) to the same two parts and metrics."""
+
+        def call(shared, stacked, stream, hyper, *, num_steps):
+            one = functools.partial(train_steps, program=self.run.program, num_steps=num_steps)
+            spread = side_by_side(one, self.mesh, (None, 0, None, 0), (None, 0, 0))
+            return spread(shared, stacked, stream, hyper)
+
+        return jax.jit(call, static_argnames="num_steps", donate_argnames="stacked")
+
+    def init(self) -> Stack:
+        """Fresh states, all the same: they differ in what is done to them."""
+        one = self._init()
+        states = [steps.TrainState(**one.shared, **one.stacked)] * self.count
+        return self.stack(states)
+
+    def stack(self, states: Sequence[steps.TrainState]) -> Stack:
+        """States of runs at the same step as one, the first one repeated to fill it up."""
+        parts = [split(state) for state in states]
+        trees = jax.device_get([part.stacked for part in parts])
+        trees += trees[:1] * (self.count - len(trees))
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+        shared = jax.device_put(parts[0].shared, self._everywhere)
+        return Stack(shared, jax.device_put(stacked, self._over_trials))
+
+    def unstack(self, state: Stack, number: int) -> list[steps.TrainState]:
+        """The states of the first `number` runs, each on the first device."""
+        # Copied, as what is on a CPU may be lent out rather than fetched, and is donated later.
+        host = jax.tree.map(np.array, state.stacked)
+        place = NamedSharding(home(self.mesh), PartitionSpec())
+        shared = jax.device_put(state.shared, place)
+        return [
+            steps.TrainState(
+                **shared, **jax.device_put(jax.tree.map(lambda leaf, i=i: leaf[i], host), place)
+            )
+            for i in range(number)
+        ]
+
+    def hyper(self, each: Sequence[steps.Hyperparameters]) -> steps.Hyperparameters:
+        """The numbers of all runs, [N]."""
+        each = [*each, *[each[0]] * (self.count - len(each))]
+        columns = jax.tree.map(lambda *values: np.asarray(values, np.float32), *each)
+        return jax.device_put(columns, self._over_trials)
+
+    def steps(self, state: Stack, hyper: steps.Hyperparameters, num_steps: int):
+        """Some steps of all runs; losses and gradient norms are [N, S]."""
+        stream = self.run.task.stream
+        shared, stacked, found = self._steps(*state, stream, hyper, num_steps=num_steps)
+        losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
+        return Stack(shared, stacked), losses, norms
+
+    def candidates(self, state: Stack) -> tuple[Any, ...]:
+        """Weights to be evaluated, each [N, ...]."""
+        return self._candidates(state.stacked["average"], state.stacked["params"])[0]
+
+    def value(self, state: Stack) -> Any:
+        """The averaged weights."""
+        return self._value(state.stacked["average"], state.stacked["params"])[0]
+
+    def after_evaluation(self, state: Stack, start: Any, xes: Sequence[Any]) -> Stack:
+        """Averages after the candidates of all runs have been scored; `start` says whose begin."""
+        start, xes = np.asarray(start), tuple(np.asarray(xe, np.float32) for xe in xes)
+        (average,) = self._after_evaluation(state.stacked["average"], start, xes)
+        return state._replace(stacked=state.stacked | {"average": average})
+
+
+class Evaluation:
+    """`evaluate.Evaluation` of N weights at N temperatures."""
+
+    def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int, count: int, mesh: Mesh):
+        self.plan, self._chunk = plan, min(chunk, plan.num_windows)
+        run = functools.partial(
+            evaluate.score_windows, model=model, batch_at=plan.batch_at, num_windows=self._chunk
+        )
+        self._run = jax.jit(side_by_side(run, mesh, (0, None, 0, None, 0), (0, None, 0)))
+        zero = model.zero_carry(plan.batch_size) if plan.carries else ()
+        place = NamedSharding(mesh, PartitionSpec("trial"))
+        self._zero_carry = jax.tree.map(
+            lambda a: jax.device_put(np.zeros((count, *a.shape), a.dtype), place), zero
+        )
+
+    def __call__(
+        self, params: Any, temperatures: Any, max_windows: int | None = None, title: str = ""
+    ) -> np.ndarray:
+        """Nats per token [N] of the first `max_windows` windows, or of all."""
+        del title
+        windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
+        carry, temperatures = self._zero_carry, np.asarray(temperatures, np.float32)
+        total, tokens = np.zeros(len(temperatures)), 0.0
+        for first in range(0, windows, self._chunk):
+            nats, counts, carry = self._run(params, self.plan.stream, carry, first, temperatures)
+            total += np.asarray(nats, np.float64)[:, : windows - first].sum(1)
+            tokens += np.asarray(counts, np.float64)[: windows - first].sum()
+        return total / tokens
+
+
+class TurnEvaluation(evaluate.TurnEvaluation):
+    """The evaluation before each turn, of N runs."""
+
+    def __init__(self, *args: Any, count: int, mesh: Mesh, **options: Any):
+        self._count, self._mesh = count, mesh
+        super().__init__(*args, **options)
+
+    def _make(self, split, stripes, windows) -> Any:
+        plan = self._task.plan(split, stripes)
+        chunk = min(windows or 16, 32)
+        return Evaluation(self._model, plan, chunk=chunk, count=self._count, mesh=self._mesh)
+
+    def __call__(self, params: Any) -> Any:
+        """Scores of each of N weights."""
+        settings, count = self._settings, self._count
+        ones: Any = np.ones(count)
+        train = self._train(params, ones, settings.train_windows)
+        temperatures: Any = [settings.softmax_temperature] * count
+        if settings.softmax_temperature is None:
+            search: Any = self._search
+            temperatures = search_temperatures(
+                lambda t: search(params, np.full(count, t), self.search_windows), count
+            )
+        valid: Any = self.score("valid", params, temperatures)
+        return [
+            evaluate.Scores(*map(float, scores))
+            for scores in zip(train, valid, temperatures, strict=True)
+        ]
+
+    def score(self, split: str, params: Any, temperature: Any) -> Any:
+        """Nats per token [N] of a split."""
+        return self._of(split)(params, temperature, self._settings.max_windows)
+
+
+def search_temperatures(evaluate_all: Callable[[float], np.ndarray], count: int) -> list[float]:
+    """`evaluate.search_temperature` of N runs, which walk down the grid together."""
+    found: dict[float, np.ndarray] = {}
+
+    def xe(i: int, temperature: float) -> float:
+        if temperature not in found:
+            found[temperature] = evaluate_all(temperature)
+        return found[temperature][i]
+
+    return [evaluate.search_temperature(functools.partial(xe, i)) for i in range(count)]

@@ -1,0 +1,196 @@
+"""Studies: which settings are tuned, and between what limits.
+
+The studies of the paper's Appendix A come with the package (`paper_results.json`); others are
+read from JSON files of the same form:
+
+    {"optimizer.learning_rate": {"low": 1e-3, "high": 4e-3, "scale": "log"},
+     "model.rounds": {"low": 0, "high": 6, "scale": "integer"}}
+
+Names are keys of the config. A rank of zero or less is full rank, and the hidden size is solved
+from the budget in each trial unless the config sets it. `tuning.py` runs them.
+"""
+
+import dataclasses
+import difflib
+import functools
+import importlib.resources
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import config_dict
+
+from mogrifier_jax import errors, models
+
+SCALES = ("linear", "log", "integer")
+# Traced numbers: trials that differ in nothing else run in the same program.
+TRACED = (
+    *("optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"),
+    *(f"dropout.{name}" for name in models.Dropout._fields),
+)
+LSTM: dict[str, Any] = {"model.rounds": 0, "model.rank": 0}
+# By name: the ranges in paper_results.json, and what is set rather than tuned.
+PAPER: dict[str, tuple[str, dict[str, Any]]] = {
+    "appendix_a": ("all_but_enwik8", {}),
+    "appendix_a_lstm": ("all_but_enwik8", LSTM),
+    "enwik8": ("enwik8", {}),
+    "enwik8_lstm": ("enwik8", LSTM),
+    "reverse_copy": ("reverse_copy", {}),
+    "reverse_copy_lstm": ("reverse_copy", LSTM),
+    "dyneval_character": ("dynamic_evaluation_character", {}),
+    "dyneval_word": ("dynamic_evaluation_word", {}),
+}
+DYNEVAL = ("window", "learning_rate", "decay_rate", "epsilon")
+
+
+class Range(NamedTuple):
+    """The limits of a setting, both included, and how it is spread between them."""
+
+    low: float
+    high: float
+    scale: str = "linear"
+
+    def place(self, value: float) -> float:
+        """Where a value lies, 0 at the low end and 1 at the high one."""
+        low, high = self.low, self.high
+        if self.scale == "log":
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+    def at(self, place: float) -> float:
+        """The inverse of `place`."""
+        if self.scale == "log":
+            return self.low * (self.high / self.low) ** place
+        return self.low + place * (self.high - self.low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is tuned; `fixed` settings are the same in all trials."""
+
+    name: str
+    ranges: Mapping[str, Range]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether dynamic evaluation of a trained run is tuned, rather than training."""
+        return set(self.ranges) <= set(DYNEVAL)
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """The settings that decide the shapes of the program."""
+        traced = DYNEVAL[1:] if self.adapts else TRACED
+        return tuple(name for name in self.ranges if name not in traced)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for the record."""
+        ranges = {name: list(limits) for name, limits in self.ranges.items()}
+        return {"name": self.name, "ranges": ranges, "fixed": dict(self.fixed)}
+
+
+def load(name: str) -> Study:
+    """A study of the paper, or that of a JSON file."""
+    if name in PAPER:
+        table, fixed = PAPER[name]
+        ranges = {k: v for k, v in _paper_ranges()[table].items() if k not in fixed}
+        return Study(name, parse_ranges(name, ranges), fixed)
+    if os.path.isfile(name):
+        path = pathlib.Path(name)
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise errors.UsageError(
+                f"study {name} is not valid JSON ({error}); see the example in docs/tuning.md"
+            ) from None
+        return Study(path.stem, parse_ranges(name, content))
+    near = difflib.get_close_matches(name, PAPER)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(PAPER)}"
+    raise errors.UsageError(f"study {name!r} is unknown: {hint} (or give a JSON file of ranges)")
+
+
+def parse_ranges(study: str, content: Any) -> dict[str, Range]:
+    """Reads ranges; those that hold nothing are refused."""
+    if not isinstance(content, dict) or not content:
+        raise errors.UsageError(
+            f"study {study} has no ranges; give at least one, as "
+            '{"optimizer.learning_rate": {"low": 1e-3, "high": 4e-3, "scale": "log"}}'
+        )
+    return {name: _parse_range(study, name, limits) for name, limits in content.items()}
+
+
+def _parse_range(study: str, name: str, limits: Any) -> Range:
+    start = f"study {study}: the range of {name}"
+    if not isinstance(limits, dict) or not {"low", "high"} <= limits.keys() <= set(Range._fields):
+        raise errors.UsageError(f"{start} is {limits}; give low, high and, if not linear, scale")
+    parsed = Range(**limits)
+    low, high, scale = parsed
+    if scale not in SCALES:
+        raise errors.UsageError(f"{start} has the scale {scale!r}; use {', '.join(SCALES)}")
+    numbers = all(isinstance(x, int | float) and math.isfinite(x) for x in (low, high))
+    if not numbers or (scale == "integer" and not (low == int(low) and high == int(high))):
+        raise errors.UsageError(f"{start} goes from {low} to {high}: give two numbers of its scale")
+    if low > high:
+        raise errors.UsageError(f"{start} is reversed: low {low} is above high {high}; swap them")
+    if low == high:
+        raise errors.UsageError(
+            f"{start} is empty: low and high are both {low}; set it in the config instead"
+        )
+    if scale == "log" and low <= 0:
+        raise errors.UsageError(f"{start} begins at {low}, which has no logarithm; begin above 0")
+    return parsed
+
+
+def check(study: Study, config: config_dict.ConfigDict) -> None:
+    """Refuses a study whose settings the config does not have."""
+    known = [name for name, _ in _leaves(config)]
+    for name in (*study.ranges, *study.fixed):
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(near)}?" if near else "take another study"
+            raise errors.UsageError(
+                f"study {study.name} tunes {name}, which the config does not have; {hint}"
+            )
+    whole = {name for name, kind in _leaves(config) if kind is int}
+    for name, limits in study.ranges.items():
+        if name in whole and limits.scale != "integer":
+            raise errors.UsageError(
+                f"study {study.name}: {name} is a whole number in the config, but its range is "
+                f"{limits.scale}; make it integer"
+            )
+
+
+def configure(
+    study: Study, config: config_dict.ConfigDict, params: Mapping[str, float]
+) -> config_dict.ConfigDict:
+    """The config of a trial."""
+    tried = config.copy_and_resolve_references()
+    with tried.unlocked():
+        for name, value in {**study.fixed, **params}.items():
+            section, _, key = name.rpartition(".")
+            part = functools.reduce(lambda c, k: c[k], section.split("."), tried)
+            part[key] = value
+        model = tried.get("model", {})
+        if "rank" in model:  # One form of what means the same, so that trials are seen to be alike.
+            model.rank = max(0, model.rank) if model.get("rounds") else 0
+    return tried.lock()
+
+
+@functools.cache
+def _paper_ranges() -> dict[str, Any]:
+    text = importlib.resources.files("mogrifier_jax").joinpath("paper_results.json").read_text()
+    return json.loads(text)["tuning_ranges"]
+
+
+def _leaves(config: config_dict.ConfigDict, prefix: str = "") -> list[tuple[str, type]]:
+    """Name and type of every value, also of one that is absent."""
+    found: list[tuple[str, type]] = []
+    for key in config:
+        if isinstance(config[key], config_dict.ConfigDict):
+            found += _leaves(config[key], f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", config.get_type(key)))
+    return found

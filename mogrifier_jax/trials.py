@@ -1,0 +1,257 @@
+"""The trials of a study in a storage that any number of workers share: ask, report, finish.
+
+Optuna keeps the trials and suggests; what is here makes sure that none is lost. A worker tells
+every few seconds that it is alive. A trial whose worker is dead is failed by one of the others,
+and goes on as a new trial in the same folder, from its last checkpoint.
+
+A trial that failed says why in the attribute `outcome`; one without it was taken over.
+"""
+
+import contextlib
+import math
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optuna
+from absl import logging
+from optuna.trial import FrozenTrial, TrialState
+
+from mogrifier_jax import errors, storages, studies
+
+BEAT_SECONDS = 15.0
+GRACE_SECONDS = 120.0  # Without a beat for so long, a worker counts as dead.
+MAX_ATTEMPTS = 4  # A trial that takes its worker with it every time is given up.
+
+
+class Pruned(errors.Abandoned):
+    """The trial is worse than the median of the others at this turn."""
+
+
+class Lost(errors.Abandoned):
+    """Another worker has taken the trial over, as this one seemed dead."""
+
+
+class Record(NamedTuple):
+    """What is known of a trial, whoever ran it."""
+
+    number: int
+    outcome: str  # "complete", "running", "waiting", or why there is no value.
+    nats: float  # NaN unless complete.
+    seconds: float
+    params: Mapping[str, Any]
+    notes: Mapping[str, Any]
+
+
+class Trial:
+    """One suggestion that this worker is to try."""
+
+    def __init__(self, queue: "Queue", trial: optuna.Trial):
+        self._queue, self._trial = queue, trial
+        self.number, self.params = trial.number, trial.params
+        self.folder = trial.user_attrs.get("folder", _folder(trial.number))
+        self.attempt = trial.user_attrs.get("attempt", 1)
+        self.open = True
+        self.beat()
+        for name, value in {"folder": self.folder, "worker": worker_name()}.items():
+            trial.set_user_attr(name, value)
+
+    def beat(self) -> None:
+        """Tells that the trial is being worked on; it is closed if another has taken it over."""
+        try:
+            self._trial.set_user_attr("heartbeat", time.time())
+        except optuna.exceptions.UpdateFinishedTrialError:
+            self.open = False
+
+    def report(self, turn: int, value: float) -> None:
+        """Notes the value so far; raises when it is not worth going on."""
+        if not self.open:
+            raise Lost(f"trial {self.number} was taken over by another worker")
+        self._trial.report(value, turn)
+        if self._trial.should_prune():
+            raise Pruned(f"above the median of the trials at turn {turn}")
+
+    def note(self, **values: Any) -> None:
+        """Keeps what is worth knowing beside the value."""
+        for name, value in values.items():
+            self._trial.set_user_attr(name, value)
+
+    def finish(self, value: float) -> None:
+        """The trial went to its end."""
+        self._tell(TrialState.COMPLETE, value)
+
+    def prune(self, reason: str) -> None:
+        """The trial was stopped early, as others were better."""
+        self._tell(TrialState.PRUNED, None, outcome="pruned", reason=reason)
+
+    def fail(self, outcome: str, reason: str) -> None:
+        """There is no value, and why: it is "infeasible", or it "diverged"."""
+        self._tell(TrialState.FAIL, None, outcome=outcome, reason=reason)
+
+    def put_back(self, *, attempt: int) -> None:
+        """Leaves the trial to whoever asks next."""
+        if self.open:
+            self.open = False
+            self._queue.requeue(self._queue.study.trials[self.number], attempt)
+
+    def _tell(self, state: TrialState, value: float | None, **attributes: Any) -> None:
+        if self.open:
+            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+                self.note(**attributes)
+            try:
+                self._queue.study.tell(self.number, value, state)
+            except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+                logging.warning("trial %d was finished by another worker meanwhile", self.number)
+        self.open = False
+
+
+class Queue:
+    """The trials of one study, as one worker sees them."""
+
+    def __init__(self, study: optuna.Study, ranges: Mapping[str, studies.Range], target: int):
+        self.study, self.target = study, target
+        self._distributions = {
+            name: storages.distribution(limits) for name, limits in ranges.items()
+        }
+
+    def ask(self, count: int, shapes: Iterable[str] = ()) -> list[Trial]:
+        """Up to `count` trials to run now; new ones share the `shapes` of the first."""
+        self.take_over()
+        asked: list[Trial] = []
+        sampler = self.study.sampler
+        while len(asked) < count and (self.waiting() or len(self.counted()) < self.target):
+            if isinstance(sampler, storages.SeededSampler):
+                sampler.fixed = {name: asked[0].params[name] for name in shapes} if asked else {}
+            trial = self.study.ask(self._distributions)
+            if trial.number in self._surplus():
+                # Another worker asked at the same moment.
+                trial.set_user_attr("outcome", "surplus")
+                self.study.tell(trial, state=TrialState.FAIL)
+                break
+            asked.append(Trial(self, trial))
+        return asked
+
+    @contextlib.contextmanager
+    def hold(self, trials: Sequence[Trial]) -> Iterator[None]:
+        """Tells that this worker is alive; trials that it leaves unfinished are put back."""
+        stopped = threading.Event()
+
+        def beat() -> None:
+            while not stopped.wait(BEAT_SECONDS):
+                for trial in trials:
+                    try:
+                        if trial.open:
+                            trial.beat()
+                    except Exception as error:
+                        # The storage may be away for a moment; the beat after this one counts.
+                        logging.warning("no heartbeat of trial %d: %s", trial.number, error)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        except (errors.Interrupted, KeyboardInterrupt):
+            for trial in trials:
+                trial.put_back(attempt=trial.attempt)
+            raise
+        except Exception:
+            for trial in trials:
+                trial.put_back(attempt=trial.attempt + 1)
+            raise
+        finally:
+            stopped.set()
+            thread.join()
+
+    def take_over(self) -> None:
+        """Queues the trials of dead workers again."""
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if is_stale(trial):
+                logging.info("trial %d lost its worker: queued again", trial.number)
+                self.requeue(trial, trial.user_attrs.get("attempt", 1) + 1)
+
+    def requeue(self, trial: FrozenTrial, attempt: int) -> None:
+        """Fails a running trial and queues its suggestion again, to go on in the same folder."""
+        try:
+            # Only one worker can do this; the others are refused.
+            self.study.tell(trial.number, state=TrialState.FAIL)
+        except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+            return
+        attributes = {
+            "folder": trial.user_attrs.get("folder", _folder(trial.number)),
+            "attempt": attempt,
+            "continues": trial.number,
+        }
+        if attempt > MAX_ATTEMPTS:
+            reason = f"its worker ended {MAX_ATTEMPTS} times while it ran"
+            attributes |= {"outcome": "lost", "reason": reason}
+        self.study.add_trial(
+            optuna.create_trial(
+                state=TrialState.WAITING if attempt <= MAX_ATTEMPTS else TrialState.FAIL,
+                params=trial.params,
+                distributions=trial.distributions,
+                user_attrs=attributes,
+            )
+        )
+
+    def waiting(self) -> bool:
+        """Whether a trial that was begun is to be gone on with."""
+        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+    def records(self) -> list[Record]:
+        """The trials that count towards the target, in their order."""
+        return [_record(trial) for trial in self.counted()]
+
+    def counted(self) -> list[FrozenTrial]:
+        """The trials that count towards the target."""
+        return [t for t in self.study.get_trials(deepcopy=False) if counts(t)]
+
+    def _surplus(self) -> set[int]:
+        """New trials beyond the target: the last ones to come."""
+        first = sorted(self.counted(), key=lambda t: ("continues" not in t.user_attrs, t.number))
+        return {trial.number for trial in first[self.target :]}
+
+
+def counts(trial: FrozenTrial) -> bool:
+    """Whether a trial is one of those asked for: neither taken over nor surplus."""
+    outcome = trial.user_attrs.get("outcome")
+    return outcome != "surplus" and (trial.state != TrialState.FAIL or outcome is not None)
+
+
+def _record(trial: FrozenTrial) -> Record:
+    complete = trial.state == TrialState.COMPLETE
+    return Record(
+        trial.number,
+        trial.user_attrs.get("outcome") or trial.state.name.lower(),
+        trial.value if complete and trial.value is not None else math.nan,
+        trial.duration.total_seconds() if trial.duration else math.nan,
+        trial.params,
+        trial.user_attrs,
+    )
+
+
+def worker_name() -> str:
+    """Machine, process space and process of this worker."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
+    except OSError:
+        return ""
+
+
+def is_stale(trial: FrozenTrial) -> bool:
+    """Whether the worker of a running trial is gone."""
+    attributes = trial.user_attrs
+    here, _, _ = worker_name().rpartition(" ")
+    place, _, process = attributes.get("worker", "").rpartition(" ")
+    if here and place == here and not os.path.exists(f"/proc/{process}"):
+        return True  # It was one of this machine.
+    started = trial.datetime_start.timestamp() if trial.datetime_start else math.inf
+    return time.time() - attributes.get("heartbeat", started) > GRACE_SECONDS
+
+
+def _folder(number: int) -> str:
+    """Of a trial, below the workdir of the study."""
+    return f"trials/{number:04d}"
