@@ -1,0 +1,66 @@
+"""The examples run, in a few steps, and do what they say."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mogrifier_jax
+from mogrifier_jax import experiment
+from tests import quick, workdir
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports an example, with compilers that are in a hurry."""
+    monkeypatch.setattr(jax, "jit", quick.jit)
+    return lambda name: experiment.load_file(str(ROOT / "examples" / name))
+
+
+def test_forecasts_go_on_from_forecasts(load):
+    example = load("forecasting.py")
+    model = example.Forecaster(mogrifier_jax.MogrifierLSTMCell(8, rounds=2))
+    waves = example.make_waves(jax.random.key(0), 3, 12)
+    assert waves.shape == (3, 12, 1) and 0.5 < abs(waves).max() < 1.2
+    variables = jax.jit(model.init)(jax.random.key(1), waves)
+    found = jax.jit(lambda v: example.forecast(model, v, waves, 4))(variables)
+    apply = jax.jit(lambda v, xs: model.apply(v, xs)[0])
+    longer = jnp.concatenate([waves, found[..., None]], axis=1)  # As if they were real.
+    np.testing.assert_allclose(found, apply(variables, longer)[:, 11:15, 0], rtol=1e-4, atol=1e-5)
+    other = longer.at[:, 12].add(0.5)
+    assert abs(apply(variables, other)[:, 12, 0] - found[:, 1]).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_forecasting_learns(load, capsys):
+    example = load("forecasting.py")
+    example.BATCH, example.TIME = 16, 32
+    errors = example.main(60)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[3].startswith("Mogrifier LSTM")
+    naive, found = errors["last value"], errors["Mogrifier LSTM"]
+    assert len(found) == example.HORIZON and 0 < found[0] < 0.7 * naive[0]
+
+
+@pytest.mark.slow
+def test_tagging_learns(load, capsys):
+    example = load("tagging.py")
+    example.BATCH, example.TIME = 16, 8
+    digits, lengths, tags = example.make_batch(jax.random.key(0), 5)
+    for row, length, found in zip(*map(np.asarray, (digits, lengths, tags)), strict=True):
+        expected = [row[:t].sum() > row[t:length].sum() for t in range(length)]
+        assert found[:length].tolist() == expected and not row[length:].any()
+    shares = example.main(60)
+    assert "both directions" in capsys.readouterr().out
+    assert shares["both directions"] > 0.75
+
+
+def test_the_picture_of_gates_is_drawn(load, tmp_path):
+    text = "the cat sat on the mat\n"
+    workdir.write(tmp_path / "run", text, hidden_size=6, num_layers=1, rounds=3)
+    load("gates.py").main(tmp_path / "run", tmp_path / "gates.png", "the mat")
+    assert (tmp_path / "gates.png").read_bytes().startswith(b"\x89PNG")
