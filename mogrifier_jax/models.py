@@ -21,7 +21,17 @@ check = layers.check
 
 
 class LanguageModel(nn.Module):
-    """Tokens to nats. All sizes are explicit; `sizing.py` finds them from a budget."""
+    """Tokens to nats. All sizes are explicit; `sizing.py` finds them from a budget.
+
+    >>> model = LanguageModel(
+    ...     vocab_size=50, hidden_size=8, embedding_size=8, cell_options={"rounds": 4, "rank": 2}
+    ... )
+    >>> tokens = jnp.zeros((2, 7), jnp.int32)
+    >>> variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    >>> nats, carry = model.apply(variables, tokens, tokens, method="nats")  # Inputs, targets.
+    >>> nats.shape
+    (2, 7)
+    """
 
     vocab_size: int
     hidden_size: int

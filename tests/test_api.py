@@ -1,6 +1,8 @@
 """The public interface: its names, the cells in other people's models, trained runs in Python."""
 
+import doctest
 import json
+import sys
 
 import flax.linen as nn
 import jax
@@ -27,6 +29,15 @@ def test_names():
         assert getattr(mogrifier_jax, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'MogrifierCell'"):
         _ = mogrifier_jax.MogrifierCell
+
+
+@pytest.mark.parametrize("name", [*CELLS, "Mogrifier", "LanguageModel"])
+def test_examples_of_docstrings_run(name, monkeypatch):
+    """`load` has its example in the README."""
+    monkeypatch.setattr(jax, "jit", quick.jit)
+    module = sys.modules[getattr(mogrifier_jax, name).__module__]
+    (test,) = (t for t in doctest.DocTestFinder().find(module) if t.name.endswith(f".{name}"))
+    assert test.examples and not doctest.DocTestRunner().run(test).failed
 
 
 # Cells in other people's models.

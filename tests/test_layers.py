@@ -1,6 +1,5 @@
 """The Flax modules: use in nn.RNN, initial values, and what bad input is told."""
 
-import doctest
 import functools
 
 import flax.linen as nn
@@ -100,12 +99,6 @@ def test_cells_take_any_number_of_batch_axes(case):
     one, _ = apply(jax.tree.map(lambda leaf: leaf[1, 2], carry), xs[1, 2])
     np.testing.assert_allclose((c[1, 2], h[1, 2]), one, rtol=1e-5)
     assert abs(h[1, 2] - h[1, 3]).max() > 1e-3
-
-
-def test_examples_in_docstrings(monkeypatch):
-    monkeypatch.setattr(jax, "jit", quick.jit)
-    found = doctest.testmod(layers)
-    assert found.attempted and not found.failed
 
 
 # Initial values: name of the leaf, expected deviation, expected mean.
