@@ -352,5 +352,6 @@ def _what_counts(model) -> dict[str, Any]:
         tied_embeddings=getattr(model, "tied_embeddings", False),
         mixture_components=getattr(model, "mixture_components", 0),
         encoder_decoder=isinstance(model, EncoderDecoder),
+        trainable_initial_state=getattr(model, "trainable_initial_state", False),
         **{name: getattr(cell, name) for name in counted if hasattr(cell, name)},
     )

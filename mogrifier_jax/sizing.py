@@ -72,6 +72,7 @@ CELLS: dict[str, Callable[[int, int, CellOptions], int]] = {
     "mogrifier_gru": _gru,
     "mogrifier_elman": _elman,
 }
+_ONLY_H = ("mogrifier_gru", "mogrifier_elman")  # The state of the others is c and h.
 
 
 def embedding_size(hidden_size: int, ratio: float) -> int:
@@ -94,6 +95,7 @@ def count_by_part(
     tied_embeddings: bool = False,
     mixture_components: int = 0,
     encoder_decoder: bool = False,
+    trainable_initial_state: bool = False,
     **cell_options: Any,
 ) -> dict[str, int]:
     """Trainable scalars of the embedding, the recurrent layers, the projection and the softmax.
@@ -109,6 +111,7 @@ def count_by_part(
         d = e if layer == 0 else h
         layers += CELLS[cell](d, h, options) + _mogrify(d, h, options)
         layers += options.scaling * (d + h)
+        layers += trainable_initial_state * (1 if cell in _ONLY_H else 2) * h
     if mixture > 0:
         projection = mixture * (e * h + e + h)
     else:

@@ -472,6 +472,8 @@ def test_embeddings_and_softmax_start_as_in_lamb():
         dict(embedding_size=H, cell="mlstm", cell_options=dict(layer_norm=True, scaling=True)),
         dict(embedding_size=H, cell="lstm", cell_options=dict(tied_gates=True, gate_rank=2)),
         dict(embedding_size=E, cell="mogrifier_elman", mixture_components=2),
+        dict(embedding_size=E, cell="mogrifier_elman", trainable_initial_state=True),
+        dict(embedding_size=E, num_layers=2, trainable_initial_state=True),
         dict(embedding_size=E, encoder_decoder=True),
     ],
 )
