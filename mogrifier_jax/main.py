@@ -143,6 +143,8 @@ def inspect() -> None:
     from mogrifier_jax import inspection
 
     folders = (_WORKDIR.value or "").split(",")
+    if not all(folders):
+        raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
     inspection.run(folders, document=_REPORT.value, json_path=_JSON.value)
 
 

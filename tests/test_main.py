@@ -13,6 +13,7 @@ from mogrifier_jax import distributed, errors, main, progress, runtime, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
+ABLATION = "--config=experiments/ablation.py:tiny"
 
 
 @pytest.fixture
@@ -97,6 +98,29 @@ def trained(monkeypatch):
         (["--mode=preflight", TINY], "--topology is missing; give chips, such as --topology=v5e"),
         (["--mode=preflight", TINY, "--topology=v99:2x2"], "v99"),
         (["--mode=preflight", "--topology=v5e:2x2"], "--config is missing; give an experiment"),
+        (["--mode=sweep"], "--config is missing; give an experiment"),
+        (["--mode=sweep", TINY], "--set is missing; give sets of the experiment, as --set=rounds"),
+        (["--mode=sweep", TINY, "--set=rounds"], "experiments/pydoc.py has no sets to sweep over"),
+        (["--mode=sweep", ABLATION, "--workdir=x", "--set=rownds"], "rownds"),
+        (["--mode=sweep", ABLATION, "--workdir=x", "--set=rounds", "--seeds=one"], "one"),
+        (
+            ["--mode=sweep", ABLATION, "--workdir=x", "--set=rounds", "--parallel=0"],
+            "--parallel=0 must be at least 1",
+        ),
+        (["--mode=inspect"], "--workdir is missing"),
+        (["--mode=inspect", "--workdir=none"], "none does not exist"),
+        (["--mode=tune", "--study=appendix_a"], "--config is missing; give an experiment"),
+        (["--mode=tune", TINY, "--workdir=x", "--study=apendix"], "apendix"),
+        (["--mode=tune", TINY, "--workdir=x"], "--study"),
+        (
+            ["--mode=tune", TINY, "--workdir=x", "--study=appendix_a", "--trials=0"],
+            "--trials=0 must be at least 1",
+        ),
+        (
+            ["--mode=tune", TINY, "--workdir=x", "--study=appendix_a", "--parallel=0"],
+            "--parallel=0 must be at least 1",
+        ),
+        (["--mode=tune", TINY, "--workdir=x", "--study=appendix_a", "--sampler=gpp"], "gpp"),
     ],
 )
 def test_mistakes_end_with_one_sentence(command, trained, arguments, words):
