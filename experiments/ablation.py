@@ -59,7 +59,7 @@ CONDITIONS = {
     "characters": dict(data=dict(name="ptb_char"), model=dict(tied_embeddings=False)),
 }
 SMALL = dict(
-    data=dict(batch_size=32),
+    data=dict(batch_size=16),
     model=dict(num_params=2_000_000),
     dropout=dict(input=0.0, inter_layer=0.0, state=0.0, output=0.0),
     optimizer=dict(l2_penalty=1e-5),
