@@ -52,12 +52,16 @@ def side_by_side(
         args = tuple(_map(lambda a: a[0], args, in_axes))
         return tuple(_map(lambda a: a[None], function(*args), out_axes))
 
-    def specs(axes):
-        return tuple(PartitionSpec("trial") if a == 0 else PartitionSpec() for a in axes)
-
+    in_specs, out_specs = (tuple(p.spec for p in places(mesh, a)) for a in (in_axes, out_axes))
     return jax.shard_map(
-        on_a_device, mesh=mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False
+        on_a_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+
+def places(mesh: Mesh, axes: Sequence[int | None]) -> tuple[NamedSharding, ...]:
+    """Where values with these axes lie; told to jit, as another place would be compiled for."""
+    specs = (PartitionSpec("trial") if axis == 0 else PartitionSpec() for axis in axes)
+    return tuple(NamedSharding(mesh, spec) for spec in specs)
 
 
 def _map(change, values, axes):
@@ -80,6 +84,40 @@ def split(state: steps.TrainState) -> Stack:
     return Stack({n: parts.pop(n) for n in names}, parts)
 
 
+def jit_steps(program: steps.Program, mesh: Mesh) -> jax.stages.Wrapped:
+    """(shared, stacked, stream, hyper, num_steps=...) to the same two parts and metrics [N, S]."""
+
+    def call(shared, stacked, stream, hyper, *, num_steps):
+        one = functools.partial(train_steps, program=program, num_steps=num_steps)
+        spread = side_by_side(one, mesh, (None, 0, None, 0), (None, 0, 0))
+        return spread(shared, stacked, stream, hyper)
+
+    return jax.jit(
+        call,
+        static_argnames="num_steps",
+        donate_argnames="stacked",
+        out_shardings=places(mesh, (None, 0, 0)),
+    )
+
+
+def abstract_arguments(
+    run: runs.Run, count: int, mesh: Mesh
+) -> tuple[Any, Any, Any, steps.Hyperparameters]:
+    """What `jit_steps` is called with, as shapes and places."""
+    everywhere, over_trials = places(mesh, (None, 0))
+    one = split(jax.eval_shape(run.init_state))
+    shared = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), one.shared
+    )
+
+    def each(shape, dtype):
+        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=over_trials)
+
+    stacked = jax.tree.map(lambda a: each(a.shape, a.dtype), one.stacked)
+    hyper = jax.tree.map(lambda _: each((), jnp.float32), run.hyper)
+    return shared, stacked, run.task.stream, hyper
+
+
 class Functions:
     """What N runs of one shape compile; `run` is any of them, on the mesh of the stack.
 
@@ -88,9 +126,9 @@ class Functions:
 
     def __init__(self, run: runs.Run, count: int, mesh: Mesh):
         self.run, self.count, self.mesh = run, count, mesh
-        self._over_trials = NamedSharding(mesh, PartitionSpec("trial"))
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._everywhere, self._over_trials = places(mesh, (None, 0))
         average = run.program.average
+        self._steps = jit_steps(run.program, mesh)
         self._init = jax.jit(lambda: split(run.init_state()), out_shardings=self._everywhere)
         self._candidates = self._jit(lambda a, p: (average.candidates(a, p),), (0, 0), (0,))
         self._value = self._jit(lambda a, p: (average.value(a, p),), (0, 0), (0,))
@@ -112,21 +150,8 @@ class Functions:
         )
 
     def _jit(self, function, in_axes, out_axes):
-        return jax.jit(side_by_side(function, self.mesh, in_axes, out_axes))
-
-    @functools.cached_property
-    def _steps(self):
-        return self.jit_steps()
-
-    def jit_steps(self) -> jax.stages.Wrapped:
-        """(shared, stacked, stream, hyper, num_steps=...) to the same two parts and metrics."""
-
-        def call(shared, stacked, stream, hyper, *, num_steps):
-            one = functools.partial(train_steps, program=self.run.program, num_steps=num_steps)
-            spread = side_by_side(one, self.mesh, (None, 0, None, 0), (None, 0, 0))
-            return spread(shared, stacked, stream, hyper)
-
-        return jax.jit(call, static_argnames="num_steps", donate_argnames="stacked")
+        spread = side_by_side(function, self.mesh, in_axes, out_axes)
+        return jax.jit(spread, out_shardings=places(self.mesh, out_axes))
 
     def init(self) -> Stack:
         """Fresh states, all the same: they differ in what is done to them."""
@@ -192,21 +217,26 @@ class Evaluation:
         run = functools.partial(
             evaluate.score_windows, model=model, batch_at=plan.batch_at, num_windows=self._chunk
         )
-        self._run = jax.jit(side_by_side(run, mesh, (0, None, 0, None, 0), (0, None, 0)))
+        axes = (0, None, 0)
+        spread = side_by_side(run, mesh, (0, None, 0, None, 0), axes)
+        self._run = jax.jit(spread, out_shardings=places(mesh, axes))
         zero = model.zero_carry(plan.batch_size) if plan.carries else ()
-        place = NamedSharding(mesh, PartitionSpec("trial"))
+        (over_trials,) = places(mesh, (0,))
         self._zero_carry = jax.tree.map(
-            lambda a: jax.device_put(np.zeros((count, *a.shape), a.dtype), place), zero
+            lambda a: jax.device_put(np.zeros((count, *a.shape), a.dtype), over_trials), zero
         )
 
     def __call__(
         self, params: Any, temperatures: Any, max_windows: int | None = None, title: str = ""
     ) -> np.ndarray:
-        """Nats per token [N] of the first `max_windows` windows, or of all."""
+        """Nats per token of the first `max_windows` windows, or of all.
+
+        They have the shape of the temperatures: [N], or [N, K] to try K for each.
+        """
         del title
         windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
         carry, temperatures = self._zero_carry, np.asarray(temperatures, np.float32)
-        total, tokens = np.zeros(len(temperatures)), 0.0
+        total, tokens = np.zeros(temperatures.shape), 0.0
         for first in range(0, windows, self._chunk):
             nats, counts, carry = self._run(params, self.plan.stream, carry, first, temperatures)
             total += np.asarray(nats, np.float64)[:, : windows - first].sum(1)
@@ -235,7 +265,7 @@ class TurnEvaluation(evaluate.TurnEvaluation):
         if settings.softmax_temperature is None:
             search: Any = self._search
             temperatures = search_temperatures(
-                lambda t: search(params, np.full(count, t), self.search_windows), count
+                lambda group: search(params, np.tile(group, (count, 1)), self.search_windows), count
             )
         valid: Any = self.score("valid", params, temperatures)
         return [
@@ -248,13 +278,17 @@ class TurnEvaluation(evaluate.TurnEvaluation):
         return self._of(split)(params, temperature, self._settings.max_windows)
 
 
-def search_temperatures(evaluate_all: Callable[[float], np.ndarray], count: int) -> list[float]:
-    """`evaluate.search_temperature` of N runs, which walk down the grid together."""
+def search_temperatures(
+    evaluate_all: Callable[[Sequence[float]], np.ndarray], count: int
+) -> list[float]:
+    """`evaluate.search_temperature` of N runs, which walk down the grid together, K at a time."""
     found: dict[float, np.ndarray] = {}
 
     def xe(i: int, temperature: float) -> float:
         if temperature not in found:
-            found[temperature] = evaluate_all(temperature)
+            first = evaluate.TEMPERATURES.index(temperature)
+            group = evaluate.TEMPERATURES[first : first + evaluate.AT_ONCE]
+            found.update(zip(group, evaluate_all(group).T, strict=True))
         return found[temperature][i]
 
     return [evaluate.search_temperature(functools.partial(xe, i)) for i in range(count)]

@@ -75,6 +75,11 @@ def _make_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
     return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
 
 
+def make_pruner(turns: int) -> optuna.pruners.BasePruner:
+    """The median rule, after the first tenth of the turns."""
+    return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, turns // 10))
+
+
 def check_sampler(name: str) -> None:
     """Refuses a sampler that is not known, or lacks a package."""
     if name not in SAMPLERS:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import optuna
 from absl import logging
 from ml_collections import config_dict
 
@@ -72,15 +71,13 @@ def tune(
     name = f"{name}-{tuned.name}"
     claim(workdir, name)
     about = {"study": tuned.to_json(), "config": plain_config(config)}
-    rules = config.schedule
-    pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=rules.turns // 10)
     opened = storages.open_study(
         storage or storages.default(workdir),
         name,
         about,
         sampler=sampler,
         seed=config.seed,
-        pruner=pruner if prune else None,
+        pruner=storages.make_pruner(config.schedule.turns) if prune else None,
     )
     queue = trials.Queue(opened, tuned.ranges, num_trials)
     training = Training(tuned, config, workdir, parallel)

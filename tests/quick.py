@@ -1,5 +1,6 @@
-"""`jit` for tests: what it makes runs slower, and compiles eight times faster."""
+"""`jit` for tests: what it makes runs slower, and compiles eight times faster; and a count."""
 
+import contextlib
 import functools
 
 import jax
@@ -13,3 +14,18 @@ jit = functools.partial(
         "xla_llvm_disable_expensive_passes": True,
     },
 )
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """Yields a list whose only element is how many programs have been compiled since."""
+    count = [0]
+
+    def listen(event, duration, **_):
+        count[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield count
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
