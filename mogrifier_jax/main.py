@@ -17,6 +17,12 @@ from mogrifier_jax import errors, options
 
 FLAGS = flags.FLAGS
 MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect", "tune")
+# What a missing module belongs to: the package alone is enough for the cells.
+EXTRAS = {
+    **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
+    **dict.fromkeys(("matplotlib", "tensorboardX"), "plot"),
+    **dict.fromkeys(("greenlet", "optuna", "scipy", "torch"), "tune"),
+}
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
@@ -73,7 +79,15 @@ def main(argv: Sequence[str]) -> None:
             inspect=inspect,
             tune=tune,
         )
-        modes[_MODE.value]()
+        try:
+            modes[_MODE.value]()
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            raise errors.UsageError(
+                f"--mode={_MODE.value} needs {error.name}, which is not installed; "
+                f'pip install "mogrifier_jax[{EXTRAS[error.name]}]"'
+            ) from None
 
 
 def require_config() -> None:
@@ -166,12 +180,7 @@ def tune() -> None:
     """Searches for the best settings of --config, or of dynamic evaluation of a trained run."""
     if _STUDY.value is None:
         raise errors.UsageError("--study is missing; give one, such as --study=appendix_a")
-    try:
-        from mogrifier_jax import tuning, tuning_dyneval
-    except ModuleNotFoundError as error:
-        raise errors.UsageError(
-            f"--mode=tune needs {error.name}; pip install mogrifier_jax[tune]"
-        ) from None
+    from mogrifier_jax import tuning, tuning_dyneval
 
     options: dict[str, Any] = dict(
         num_trials=_TRIALS.value,

@@ -1,5 +1,6 @@
 """The command line: one sentence and a code for whatever is wrong with it."""
 
+import configparser
 import os
 import pathlib
 import subprocess
@@ -145,6 +146,23 @@ def test_what_ends_a_run_early_has_its_own_code(command, monkeypatch, error, cod
     assert output == f"{error.__name__}: something about some/where and 3 rounds\n"
     _, output = command(TINY.replace("tiny", "lstm,tiny"))
     assert f"{os.path.join('runs', 'pydoc_lstm_tiny')} and 0 rounds" in output
+
+
+def test_a_missing_extra_is_named(command, monkeypatch):
+    def fail(*args, **options):
+        raise ModuleNotFoundError("No module named ...", name=missing)
+
+    monkeypatch.setattr(train, "train_and_evaluate", fail)
+    missing = "tensorflow_datasets"
+    code, output = command(TINY)
+    assert code == 2 and output.count("\n") == 1
+    assert 'needs tensorflow_datasets, which is not installed; pip install "mogr' in output
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    assert set(main.EXTRAS.values()) <= set(extras["options.extras_require"])
+    missing = "mogrifier_jax.tarin"  # A bug.
+    with pytest.raises(ModuleNotFoundError):
+        command(TINY)
 
 
 def test_a_bug_keeps_its_traceback(command, monkeypatch):
