@@ -10,6 +10,7 @@ Names are keys of the config. A rank of zero or less is full rank, and the hidde
 from the budget in each trial unless the config sets it. `tuning.py` runs them.
 """
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -167,7 +168,7 @@ def configure(
     study: Study, config: config_dict.ConfigDict, params: Mapping[str, float]
 ) -> config_dict.ConfigDict:
     """The config of a trial."""
-    tried = config.copy_and_resolve_references()
+    tried = copy.deepcopy(config)  # With the types of what is absent.
     with tried.unlocked():
         for name, value in {**study.fixed, **params}.items():
             section, _, key = name.rpartition(".")

@@ -6,6 +6,7 @@ Trials that have the window in common run side by side, each with its own adapti
 kept in `dyneval_study` of the run's workdir; `tuning.py` does the rest.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 
@@ -69,7 +70,7 @@ class Adapting:
 
     def _run_window(self, window: int, asked: Sequence[trials.Trial]) -> None:
         if self.scorer.options.dyneval.window != window:
-            options = self._options.copy_and_resolve_references()
+            options = copy.deepcopy(self._options)
             with options.unlocked():
                 options.dyneval.window = window
             self.scorer = methods.Scorer(self._trained, options)
