@@ -80,6 +80,7 @@ def test_cells_train_in_float32_and_bfloat16(name):
         np.testing.assert_allclose(low_grad, grad, atol=0.05 * abs(grad).max() + 0.03)
 
 
+@pytest.mark.slow
 def test_a_sharded_batch_stays_sharded():
     rnn = make_rnn("MogrifierLSTMCell", rounds=3, rank=2)
     variables = quick.jit(rnn.init)(jax.random.key(0), XS)
@@ -94,6 +95,7 @@ def test_a_sharded_batch_stays_sharded():
     assert abs(found[0] - found[1]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_gating_alone_joins_any_two_vectors():
     class Model(nn.Module):
         @nn.compact
@@ -134,6 +136,7 @@ def model(workdir):
     return mogrifier_jax.load(workdir)
 
 
+@pytest.mark.slow
 def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     (tmp_path / "some.txt").write_text(SOME)
     chosen = options.evaluation()
@@ -171,6 +174,7 @@ def test_scores_of_all_texts_share_a_program(model):
     assert model._nats._cache_size() == size
 
 
+@pytest.mark.slow
 def test_generated_texts_begin_with_the_prompt(model, capsys, workdir):
     texts = model.generate("ab x\n", length=30, temperature=0.5, num_samples=2, seed=3)
     assert len(texts) == 2 and texts[0] != texts[1]
@@ -183,6 +187,7 @@ def test_generated_texts_begin_with_the_prompt(model, capsys, workdir):
     assert len(model.generate(length=7)[0]) == 7
 
 
+@pytest.mark.slow
 def test_gates_are_those_of_every_token(model):
     found = model.gates(SOME)
     assert found.tokens == model.score(SOME).tokens

@@ -138,6 +138,7 @@ def test_a_new_workdir_has_nothing_to_restore(tmp_path):
     assert checkpoints.read_info(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 1])
 def test_restores_onto_another_mesh(tmp_path, devices):
     state = shard(make_state(3), 8)
@@ -323,6 +324,7 @@ def test_a_damaged_best_is_not_replaced_by_the_latest(workdir, caplog):
 # Donation and death.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_buffers_may_be_donated_while_they_are_saved(tmp_path, devices):
     sharding = NamedSharding(make_mesh(devices), PartitionSpec("data"))
@@ -358,6 +360,7 @@ with checkpoints.Checkpoints(sys.argv[1]) as manager:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_one_before(tmp_path):
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
     process = subprocess.Popen(
@@ -403,6 +406,7 @@ def checksum(array) -> str:
     return checksums.compute({"x": jnp.asarray(array)})["x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ARRAYS)
 def test_checksum_is_the_same_on_every_mesh_and_sees_any_change(dtype):
     array = np.asarray(ARRAYS[dtype])

@@ -65,6 +65,7 @@ def mesh():
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_lines", "batch_size", "window", "num_windows"),
     [
@@ -161,6 +162,7 @@ def collectives(compiled):
     return [name for name in names if name in compiled.as_text()]
 
 
+@pytest.mark.slow
 def test_each_device_computes_its_own_stripes_without_communication(mesh):
     _, split = make_split(3, 400)
     _, valid = make_split(4, 90)

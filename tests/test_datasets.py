@@ -310,6 +310,7 @@ print(corpus.train.tokens.sum())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_prepare_at_once(tmp_path):
     (tmp_path / "a.txt").write_text("some text\n" * 200_000)
     processes = [start_python(PREPARE, tmp_path / "a.txt", tmp_path / "out") for _ in range(2)]
@@ -440,6 +441,7 @@ def test_pydoc_needs_nothing(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 @needs_corpora
 @pytest.mark.parametrize(
     ("name", "vocab_size", "num_tokens"),
@@ -473,6 +475,7 @@ print(time.process_time() - start, peak.split()[1])
 """
 
 
+@pytest.mark.slow
 @needs_corpora
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_enwik8_takes_seconds_and_less_than_a_gigabyte(tmp_path):

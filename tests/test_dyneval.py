@@ -66,6 +66,7 @@ def adapt(run, settings):
     return run.run(case()[1], dyneval.stack_settings(settings), keys, 0.9)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_lamb():
     _, _, statistics = case()
     np.testing.assert_allclose(statistics.losses, [8.764944, 7.108145], atol=1e-5)
@@ -112,6 +113,7 @@ def test_the_weights_return_at_the_decay_rate():
     np.testing.assert_allclose(update(0.25), params["embedding"] + 0.75, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_settings_side_by_side_are_those_alone():
     settings = [SETTING, OTHER]
     together, weights = adapt(adapter(), settings)
@@ -124,6 +126,7 @@ def test_settings_side_by_side_are_those_alone():
     assert np.abs(together[:, 0] - together[:, 1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_blocks_and_dispatches_do_not_change_the_result():
     settings = [SETTING, OTHER]
     _, params, _ = case()
@@ -136,6 +139,7 @@ def test_blocks_and_dispatches_do_not_change_the_result():
     assert float(weights["embedding"].sum()) == pytest.approx(0.286228, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_gives_what_one_device_does():
     settings = [SETTING, OTHER]
     mesh = partitioning.make_mesh()
@@ -160,11 +164,13 @@ def test_divergence_is_found_and_does_not_spread():
     assert wild.scores.nats[:4] == pytest.approx(tame.scores.nats[:4], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pass_ends_when_everything_diverged():
     nats, _ = adapt(adapter(12, chunk=2), [WILD])
     assert nats.shape[0] == 12 and np.isnan(nats[-1]).all()
 
 
+@pytest.mark.slow
 def test_samples_adapt_by_themselves_and_are_averaged():
     _, params, _ = case()
     run = adapter(dropout=DROPOUT)
@@ -189,6 +195,7 @@ def test_samples_adapt_by_themselves_and_are_averaged():
     assert np.abs(still.scores.nats - outcome.scores.nats).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_multiplier_zero_adapts_without_dropout():
     _, params, _ = case()
     run = adapter(dropout=DROPOUT)
@@ -196,6 +203,7 @@ def test_multiplier_zero_adapts_without_dropout():
     np.testing.assert_allclose(nats, run(params, [SETTING], 0.9)[0].scores.nats, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_stripes_without_lines_do_not_dilute_the_statistics():
     """Stripes that only fill up a mesh are not part of the mean."""
     model, params, statistics = case()

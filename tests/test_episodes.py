@@ -26,6 +26,7 @@ def read_order(seed, num_examples, batch_size, num_batches):
     return np.concatenate([read(key, i, batch_size, num_examples) for i in range(num_batches)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "batch_size"), [(1, 3), (2, 7), (37, 64), (1000, 7), (4099, 64)])
 def test_every_epoch_has_every_example_once_across_batches(size, batch_size):
     num_epochs = 4
@@ -92,6 +93,7 @@ def test_long_lines_are_cut_before_eos(corpus):
     assert (episodes.limit_window(split, 100), episodes.limit_window(split, 4)) == (7, 4)
 
 
+@pytest.mark.slow
 def test_training_lines_follow_the_shuffled_order(corpus):
     vocab, split = corpus
     key = jax.random.key(7)
@@ -132,6 +134,7 @@ def test_reverse_copies_read_forwards_and_say_backwards():
     assert batch.sources.dtype == np.int32
 
 
+@pytest.mark.slow
 def test_copies_are_functions_of_seed_split_and_number():
     task = episodes.ReverseCopy(length=5, num_train=40, num_valid=10, num_test=10)
     make = jax.jit(episodes.make_copies, static_argnums=(0, 1))

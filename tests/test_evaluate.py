@@ -130,6 +130,7 @@ def test_stripes_have_enough_lines(lines, batch_size, stripes):
     assert evaluate.num_stripes(Task, "valid", batch_size, 100) == stripes
 
 
+@pytest.mark.slow
 def test_a_turn_scores_training_data_temperature_and_validation(small):
     settings = evaluate.Settings(temperature_tokens=100, lines_per_stripe=10, train_windows=2)
     turn = evaluate.TurnEvaluation(small.model, small.task, settings, batch_size=4, window=6)

@@ -21,6 +21,7 @@ def load(monkeypatch):
     return lambda name: experiment.load_file(str(ROOT / "examples" / name))
 
 
+@pytest.mark.slow
 def test_forecasts_go_on_from_forecasts(load):
     example = load("forecasting.py")
     model = example.Forecaster(mogrifier_jax.MogrifierLSTMCell(8, rounds=2))
@@ -59,6 +60,7 @@ def test_tagging_learns(load, capsys):
     assert shares["both directions"] > 0.75
 
 
+@pytest.mark.slow
 def test_the_picture_of_gates_is_drawn(load, tmp_path):
     text = "the cat sat on the mat\n"
     workdir.write(tmp_path / "run", text, hidden_size=6, num_layers=1, rounds=3)

@@ -247,6 +247,7 @@ def make_torch_cell(torch, rounds, rank):
     return MogrifierLSTMCell()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounds", "rank"), [(5, 0), (4, K)])
 def test_converted_cells_compute_what_torch_computes(rounds, rank):
     torch = pytest.importorskip("torch")

@@ -75,6 +75,7 @@ def test_bidirectional_of_flax_joins_both_directions(case):
     assert abs(backward - run(other, xs)[1]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_layers_can_be_mapped_over_parameters_and_differentiated(case):
     _, params, xs, run = case
     many = jax.tree.map(lambda leaf: np.stack([leaf, 0.5 * leaf]), params)

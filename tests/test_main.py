@@ -183,6 +183,7 @@ def test_an_interrupt_from_the_keyboard_shows_no_traceback(command, monkeypatch)
     assert code == "interrupted; the same command goes on from the last checkpoint"
 
 
+@pytest.mark.slow
 def test_the_real_command_line_says_it_too(tmp_path):
     """In a process of its own, with all that the tests above leave out."""
     done = subprocess.run(

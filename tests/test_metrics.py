@@ -24,6 +24,7 @@ def write_steps(writer, steps):
             writer.write(step, "eval", turn=step // 3, valid_nats=1.0, best=step == 3)
 
 
+@pytest.mark.slow
 def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
     with metrics.MetricWriter(tmp_path / "unbroken") as writer:
         write_steps(writer, range(1, 11))

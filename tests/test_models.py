@@ -122,6 +122,7 @@ def masks(monkeypatch):
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, float64):
     model, params = make(name)
@@ -236,6 +237,7 @@ def test_state_masks_are_one_for_a_window_or_one_for_a_step(state_mask):
     assert (run(0.5, 1)[1] != total).any()  # A new window has a new mask.
 
 
+@pytest.mark.slow
 def test_rates_are_traced_and_none_takes_the_operation_away():
     model, params = make("mixture", dtype=jnp.float32)
     params = jax.tree.map(np.float32, params)
@@ -272,6 +274,7 @@ def largest_array(jaxpr):
     return max(sizes + [largest_array(jaxpr) for jaxpr in inner], default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("components", [0, 3])
 def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
     vocab_size, steps = 100, 13  # Chunks of five steps do not divide it.
@@ -325,6 +328,7 @@ def test_two_windows_equal_one_long_window(float64):
     assert abs(restarted - second).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_trainable_initial_state_is_used_and_trained(float64):
     model, params = make("mixture", trainable_initial_state=True)
     plain, without = make("mixture")
@@ -350,6 +354,7 @@ def test_trainable_initial_state_is_used_and_trained(float64):
     assert abs(run(zeros, None)[0] - value) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_gates_and_logits_equal_the_numpy_loops(name, float64):
     model, params = make(name)
@@ -406,6 +411,7 @@ def test_encoder_decoder_equals_the_numpy_loops(float64):
     assert abs(longer[1] - found[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_and_keeps_float32_where_it_matters(strict_dtypes):
     inputs, targets = batch()
     results = {}
@@ -444,6 +450,7 @@ def assert_deviation(leaf, deviation):
     assert 0.98 * bound < abs(leaf).max() < bound * 1.0001
 
 
+@pytest.mark.slow
 def test_embeddings_and_softmax_start_as_in_lamb():
     sizes = dict(vocab_size=400, hidden_size=150, embedding_size=100, num_layers=1, cell="lstm")
     initial = {}
@@ -526,6 +533,7 @@ TOKENS = jnp.zeros((B, T), jnp.int32)
 LAYER = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, words",
     [

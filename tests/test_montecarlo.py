@@ -69,6 +69,7 @@ def sample(*args, multiplier=1.0, **options):
     return sampler(*args, **options)(make_model()[1], 0.9, multiplier=multiplier)
 
 
+@pytest.mark.slow
 def test_the_plain_pass_gives_each_token_of_the_text_in_order():
     scores = deterministic()
     np.testing.assert_array_equal(scores.tokens, SPLIT.tokens)
@@ -93,6 +94,7 @@ def test_stripes_agree_with_one_stream_until_the_second_stripe_starts():
     assert abs(one.nats[start] - two.nats[start]) > 1e-3  # There the state starts anew.
 
 
+@pytest.mark.slow
 def test_multiplier_zero_is_deterministic():
     for kind in montecarlo.AVERAGES:
         zero = sample(kind, multiplier=0.0)
@@ -120,6 +122,7 @@ def plain_pass(index, multiplier=1.0, window_keys=True):
     return passes.read_targets(plan).in_order(np.stack(parts)).nats
 
 
+@pytest.mark.slow
 def test_one_sample_is_a_plain_pass_with_dropout():
     one = sample(samples=1)
     np.testing.assert_allclose(one.nats, plain_pass(0), rtol=1e-5, atol=1e-6)
@@ -127,6 +130,7 @@ def test_one_sample_is_a_plain_pass_with_dropout():
     assert np.abs(one.nats - plain_pass(0, window_keys=False)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_arithmetic_average_is_the_mean_probability_of_its_samples():
     probabilities = np.mean([np.exp(-plain_pass(s).astype(np.float64)) for s in range(3)], axis=0)
     three = sample(samples=3)
@@ -135,6 +139,7 @@ def test_the_arithmetic_average_is_the_mean_probability_of_its_samples():
     assert np.abs(three.nats - plain_pass(0)).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_blocks_do_not_change_the_result():
     # Three in blocks of two: one place is padding.
     for kind, samples, per_block in (("arithmetic", 3, 2), ("geometric", 6, 4)):
@@ -144,6 +149,7 @@ def test_blocks_do_not_change_the_result():
     assert np.abs(sample(samples=3).nats - sample().nats).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_gives_what_one_device_does():
     spread = sampler(devices=8)
     assert (spread.num_blocks, spread.block_size) == (1, 8)
@@ -162,6 +168,7 @@ def test_means_are_ordered_token_by_token():
     assert np.abs(power.nats - geometric.nats).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_power_average_lies_between():
     one = sample("power", power=1.0)
     np.testing.assert_allclose(one.nats, sample("arithmetic").nats, rtol=2e-5, atol=2e-6)
@@ -191,6 +198,7 @@ def test_log_probabilities_are_those_of_the_loss(components):
     assert np.abs(both(1.0)[0][0] - nats).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_nothing_beyond_the_block_is_held():
     """Only the samples of a block have logits at the same time."""
     small, large = (sampler(samples=64, per_block=size) for size in (2, 64))

@@ -140,6 +140,7 @@ def test_losses_with_dropout_do_not_depend_on_the_mesh(shape, on_one_device):
     assert (abs(on_one_device[0] / on_one_device[1] - 1) > 1e-4).all()
 
 
+@pytest.mark.slow
 def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
     monkeypatch.setattr(corpora, "load_corpus", read_odd_text)
     config = make_config()

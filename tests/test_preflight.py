@@ -83,6 +83,7 @@ def refusal(on_cpu, monkeypatch):
     return refuse_with
 
 
+@pytest.mark.slow
 def test_parameters_and_flops_counted_by_hand(mogrifier, refusal):
     biases = 4 * H + 2 * H + V
     assert mogrifier.parameters == V * H + LSTM + 2 * GATES + H * V + biases
@@ -109,6 +110,7 @@ def test_collectives_counted_by_hand(mogrifier):
     assert mogrifier.collective_seconds == pytest.approx(wire + count * 2 * 3 * 2e-6, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_one_chip_that_is_too_small(on_cpu):
     chip = dataclasses.replace(targets.CHIPS["h100"], memory=10_000)
     report = preflight.examine(small(rounds=0), targets.Target(chip, (1, 1)))

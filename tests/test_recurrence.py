@@ -89,6 +89,7 @@ def test_fast_path_equals_plain_path(variant):
     assert abs(other[0][0] - plain[0][0]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, options",
     [
@@ -105,6 +106,7 @@ def test_chunks_and_unrolling_change_nothing(variant, options):
     assert_equal(solve(variant, tree, keep, valid, **options), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["mlstm", "mogrifier"])
 def test_one_mask_for_the_window_is_the_same_mask_at_each_step(variant):
     tree, keep, valid = problem(make_cell(variant))
@@ -127,6 +129,7 @@ def test_two_windows_equal_one_long_window():
     assert abs(restarted.h - end.h).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, fast",
     [(name, True) for name in ("lstm", "mogrifier all", "mlstm", "mogrifier gru")]
@@ -183,6 +186,7 @@ def carried_sizes(jaxpr):
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "normed" not in name])
 def test_backward_scan_accumulates_no_weight_gradients(variant):
     # Primes, so that a size tells what an array is.
@@ -210,6 +214,7 @@ def test_remat_keeps_less():
     assert chunked < gates <= whole
 
 
+@pytest.mark.slow
 def test_remat_needs_less_memory():
     cell = make_cell("mogrifier low rank", hidden_size=64)
     tree, _, _ = problem(cell, input_size=64, steps=128, batch=2)

@@ -65,6 +65,7 @@ def test_the_likeliest_text_is_that_of_the_model(prompt, initial_state):
     assert (draw(sampler, prompt=prompt, length=20)[0] != ids).any()
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_with_their_probabilities():
     count = 4000
     logits = logits_after(VOCAB.encode("ab"))
@@ -80,6 +81,7 @@ def test_tokens_are_drawn_with_their_probabilities():
     assert deviation(2.0, 1.0) > 10 and deviation(1.0, 0.5) > 10
 
 
+@pytest.mark.slow
 def test_only_likely_tokens_are_drawn():
     probabilities = jax.nn.softmax(logits_after(VOCAB.encode("ab")))
     order = np.argsort(-probabilities)
@@ -92,6 +94,7 @@ def test_only_likely_tokens_are_drawn():
     assert len(set(draw(**options)[:, 0])) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("top_k", "top_p", "left"),
     [

@@ -100,6 +100,7 @@ def scores_of(evaluation):
     return {(row["method"], row["text"]): row["nats"] for row in evaluation["results"]}
 
 
+@pytest.mark.slow
 def test_deterministic_scores_are_those_of_training(workdir):
     evaluation = evaluate(workdir, stripes=0)
     results = json.loads((workdir / "results.json").read_text())
@@ -116,6 +117,7 @@ def test_deterministic_scores_are_those_of_training(workdir):
     assert abs(scores_of(again)["deterministic", "valid"] - results["valid_nats"]) > 1e-5
 
 
+@pytest.mark.slow
 def test_every_method_leaves_its_rows_and_tokens(workdir):
     grid = dict(
         window=4, batch_size=16, max_windows=2, learning_rates="0,1e-4,1e-3", epsilons="1e-2"
@@ -140,6 +142,7 @@ def test_every_method_leaves_its_rows_and_tokens(workdir):
     assert all(f"── {method} ─" in table for method in methods.METHODS)
 
 
+@pytest.mark.slow
 def test_divergence_is_reported_with_the_last_finite_score(workdir):
     grid = dict(window=4, batch_size=16, max_windows=2, learning_rates="1e37", epsilons="1e-12")
     evaluation = evaluate(workdir, methods="dyneval", splits="valid", dyneval=grid)
@@ -150,6 +153,7 @@ def test_divergence_is_reported_with_the_last_finite_score(workdir):
     assert "diverged" in report.to_markdown([evaluation])
 
 
+@pytest.mark.slow
 def test_weights_are_the_averaged_ones_and_need_no_corpus(trained, monkeypatch):
     monkeypatch.setattr(corpora, "load_corpus", None)
     loaded = pretrained.load_weights(trained)
@@ -171,6 +175,7 @@ def _no_task(loaded):
     return Task
 
 
+@pytest.mark.slow
 def test_any_text_can_be_scored_without_the_corpus(workdir, tmp_path, monkeypatch, caplog):
     valid = local_text.cut(TEXT, (0.8, 0.1, 0.1), "here")[1]
     expected = evaluate(workdir, splits="valid")
@@ -271,6 +276,7 @@ def test_minimise_finds_the_minimum():
     assert methods.minimise(lambda x: x, 0.5, 1.5) == pytest.approx(0.5, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_minimised_temperature_is_no_worse_than_the_grid(workdir):
     rows = [
         evaluate(workdir, temperature=rule, splits="valid")["results"][0]["temperature"]

@@ -105,6 +105,7 @@ def records(folder, *keys):
     return {key: [r[key] for r in metrics.read_metrics(folder) if key in r] for key in keys}
 
 
+@pytest.mark.slow
 def test_stacked_runs_equal_runs_alone(unbroken, alone):
     keys = ("step", "loss_nats", "grad_norm", "valid_nats", "train_nats", "temperature", "averaged")
     found = {i: records(unbroken[0] / str(i), *keys) for i in (0, 3)}
@@ -139,6 +140,7 @@ def test_each_has_a_workdir_like_any_run(unbroken):
     assert {"config.json", "metrics.jsonl", "vocabulary.json", "checkpoints"} <= names
 
 
+@pytest.mark.slow
 def test_a_stop_and_a_resume_leave_no_trace(four, unbroken, tmp_path, monkeypatch):
     write = metrics.MetricWriter.write
 
@@ -159,6 +161,7 @@ def test_a_stop_and_a_resume_leave_no_trace(four, unbroken, tmp_path, monkeypatc
         assert outcomes[i] == unbroken[1][i]
 
 
+@pytest.mark.slow
 def test_what_is_asked_after_a_turn_ends_one_run(four, tmp_path):
     asked = []
 
@@ -172,6 +175,7 @@ def test_what_is_asked_after_a_turn_ends_one_run(four, tmp_path):
     assert asked.count(0) == 4 and asked.count(1) == asked.count(2) == 2
 
 
+@pytest.mark.slow
 def test_other_numbers_compile_nothing(four, unbroken, tmp_path):
     made, functions = four
     home, task = made[0].mesh, made[0].task
@@ -203,6 +207,7 @@ def program_text(mesh, count, log_every=2):
     return jitted.lower(*arguments, num_steps=log_every).compile().as_text()
 
 
+@pytest.mark.slow
 def test_no_device_speaks_to_another():
     text = program_text(stacked.make_mesh(8), 8)
     assert not compiled.analyse(text).collectives

@@ -83,6 +83,7 @@ def assert_close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_batch_or_n_times_them():
     whole, metrics, carry = accumulated("mean", 1)
     mean, mean_metrics, mean_carry = accumulated("mean", 4)
@@ -138,6 +139,7 @@ def small():
     return SmallModel()
 
 
+@pytest.mark.slow
 def test_tuned_numbers_do_not_compile_again(small):
     small.step(small.state, small.batch, small.hyper)
     compiled = small.step._cache_size()
@@ -155,6 +157,7 @@ def test_tuned_numbers_do_not_compile_again(small):
     assert small.step._cache_size() == compiled + 1
 
 
+@pytest.mark.slow
 def test_many_steps_are_single_steps(small):
     together = quick.jit(
         functools.partial(steps.train_steps, program=small.program), static_argnames="num_steps"
@@ -197,6 +200,7 @@ def test_stripes_are_reset_but_not_before_the_first_window(small):
     assert steps.reset_stripes((), key, jnp.int32(5), 1.0) == ()
 
 
+@pytest.mark.slow
 def test_weights_depend_on_the_seed_alone(small):
     other = small.init(jax.random.key(0), batch_size=2, carries=False)
     assert other.carry == ()

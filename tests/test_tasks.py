@@ -31,6 +31,7 @@ def targets_of(plan):
     return np.sort(np.concatenate(found))
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_and_lines_stand_alone():
     stream, lines = make_task(window=400), make_task(window=4000, episodic=True)
     assert stream.carries and not lines.carries
@@ -52,6 +53,7 @@ def test_stripes_are_limited_by_lines_only_where_state_is_carried():
     assert make_task(episodic=True).num_lines("valid") > 10**6
 
 
+@pytest.mark.slow
 def test_copies_need_no_corpus_and_score_every_word():
     task = make_copies(source_dir=None, data_dir=None)
     assert task.encoder_decoder and not task.carries and task.score_unit == "ppl"

@@ -120,6 +120,7 @@ def assert_same_metrics(workdir, unbroken):
     assert (workdir / "metrics.jsonl").read_bytes() == (unbroken / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_all_it_should(unbroken):
     assert {path.name for path in unbroken.iterdir()} == FILES
     assert records(unbroken, "train", "step") == [2, 4, 6, 8]
@@ -132,6 +133,7 @@ def test_a_run_leaves_all_it_should(unbroken):
     assert any((unbroken / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_finished_run_stays_finished(workdir, unbroken):
     (workdir / "results.json").unlink()
     results = train.train_and_evaluate(make_config(), str(workdir))
@@ -208,6 +210,7 @@ def test_a_run_killed_again_and_again_gives_the_metrics_of_the_unbroken_one(
     assert (tmp_path / "results.json").read_bytes() == (unbroken / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [("train", 4), ("eval", 4)])
 def test_a_stop_around_an_evaluation_is_in_order(tmp_path, unbroken, monkeypatch, moment):
     write = metrics.MetricWriter.write
@@ -226,6 +229,7 @@ def test_a_stop_around_an_evaluation_is_in_order(tmp_path, unbroken, monkeypatch
     assert_same_metrics(tmp_path, unbroken)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(workdir, unbroken, caplog):
     for path in (workdir / "checkpoints" / "8" / "state").glob("**/d/*"):
         content = bytearray(path.read_bytes())
@@ -275,6 +279,7 @@ def test_a_damaged_workdir_is_refused(workdir, damage, words):
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_says_so_and_keeps_what_is_good(workdir):
     remove_newest(workdir)
     (workdir / "config.json").unlink()
@@ -296,6 +301,7 @@ def test_a_run_that_diverges_says_so_and_keeps_what_is_good(workdir):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(good.state.params))
 
 
+@pytest.mark.slow
 def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
     """A stop may be asked for between the step that breaks them and the loss that shows it."""
     train_some = train.Loop.train_some
@@ -368,6 +374,7 @@ def test_two_tailed_averaging_runs_to_the_end(tmp_path):
     assert (int(average.short.n), int(average.long.n)) in {(0, 4), (0, 8), (4, 8), (8, 8)}
 
 
+@pytest.mark.slow
 def test_the_learning_rate_drops_and_the_run_stops_when_nothing_improves(
     tmp_path, unbroken, caplog
 ):
