@@ -59,7 +59,9 @@ def draw_saturation(
 
 def draw_ranges(report: analysis.Report) -> Any:
     """Where the gates of each round work nine times of ten, and their means."""
-    rows = [row for row in report.rows() if row["gate"].startswith(("round", "x_", "h_"))]
+    names = [*(f"round{number + 1}" for number in range(report.rounds)), "x_scale", "h_scale"]
+    rows = [row for row in report.rows() if row["gate"] in names]
+    rows.sort(key=lambda row: names.index(row["gate"]))
     layers = sorted({row["layer"] for row in rows})
     fig, panels = _panels(1, len(layers), width=4.0, height=2.8)
     for axes, layer in zip(panels[0], layers, strict=True):
@@ -67,7 +69,7 @@ def draw_ranges(report: analysis.Report) -> Any:
         for place, row in enumerate(chosen):
             scale = row["gate"].endswith("scale")
             colour = "tab:blue" if scale else "0.4"
-            axes.plot([row["q05"], row["q95"]], [place] * 2, color=colour, linewidth=5, alpha=0.4)
+            axes.barh(place, row["q95"] - row["q05"], 0.4, row["q05"], color=colour, alpha=0.4)
             axes.plot(row["mean"], place, "o", color=colour)
         axes.axvline(1, color="0.7", linewidth=0.8, linestyle="--")
         axes.set_yticks(range(len(chosen)), [_label_round(row["gate"]) for row in chosen])
@@ -84,7 +86,7 @@ def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) 
     logs = np.log2(np.maximum(scale, 2.0**-20))
     chosen = np.argsort(logs.var(0))[::-1][:units]
     shown = logs[:, chosen[np.argsort(logs[:, chosen].mean(0))]].T
-    reach = float(np.percentile(np.abs(shown), 99)) or 1.0
+    reach = min(4.0, float(np.abs(shown).max())) or 1.0  # Beyond 16 times, more is the same.
     fig, panels = _panels(1, 1, width=min(12.0, 2.5 + 0.16 * len(tokens)), height=3.6)
     axes = panels[0][0]
     norm = colors.TwoSlopeNorm(0.0, -reach, reach)
@@ -93,7 +95,7 @@ def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) 
     axes.tick_params(axis="x", length=0, labelsize=8, rotation=90 if _long(tokens) else 0)
     axes.set_yticks([])
     axes.set_ylabel(f"{shown.shape[0]} units, sorted")
-    bar = fig.colorbar(image, ax=axes, pad=0.01)
+    bar = fig.colorbar(image, ax=axes, pad=0.01, extend="both")
     bar.set_label("log2 of the factor")
     return fig
 
@@ -116,7 +118,10 @@ def draw_strengths(rows: Rows, top: int = 15) -> Any:
 
 
 def draw_losses(losses: Mapping[str, Rows], x_label: str) -> Any:
-    """Mean loss by bucket on the left; what the others lose to the last model on the right."""
+    """Mean loss by bucket on the left; what the others lose to the last model on the right.
+
+    Bars are standard errors as of independent means: the models err together, so they are wide.
+    """
     fig, panels = _panels(1, 2, width=4.2, height=3.0)
     left, right = panels[0]
     *others, last = losses

@@ -3,7 +3,8 @@
 #
 # Gate statistics of a trained Mogrifier LSTM, and of an LSTM with as many parameters. The paper
 # reports (section 4.4) that the gates of both have nearly the same means, but that those of the
-# Mogrifier vary less: its inputs are scaled up, and yet its gates do not saturate more.
+# Mogrifier vary less: its inputs are scaled up, and yet its gates do not saturate more. Its models
+# were large, well trained and strongly regularised; a small one need not do the same.
 #
 # The default experiment is loaded from its workdir, or trained if there is none (minutes on a CPU).
 # Set `FILES` and `SPLIT` to look at other runs.
@@ -12,9 +13,9 @@
 import os
 import pathlib
 
-import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 import mogrifier_jax
 from mogrifier_jax import (
@@ -34,7 +35,7 @@ FILES = {
     "LSTM": "pydoc.py:lstm,tiny" if QUICK else "pydoc.py:lstm",
     "Mogrifier": "pydoc.py:tiny" if QUICK else "pydoc.py",
 }
-plt.rcParams["figure.dpi"] = 90
+set_matplotlib_formats("png")
 
 # %%
 workdirs = {}
@@ -146,6 +147,7 @@ by_position = {name: losses.by_position(given, vocab.eos_id) for name, given in 
 gate_plots.draw_losses(by_position, "tokens before it in the line")
 
 # %%
+# Each model after losses of its own: the tokens are not the same.
 recovery = {
     name: losses.recovery(given.nats, (0, 0.5, 1, 2, 4, 6)) for name, given in scores.items()
 }

@@ -92,7 +92,7 @@ def fit(model, steps):
     return params, losses
 
 
-STEPS = 10 if QUICK else 400
+STEPS = 10 if QUICK else 300
 models = {
     "LSTM": CharacterModel(len(letters), rounds=0),
     "Mogrifier": CharacterModel(len(letters), rounds=5),

@@ -8,13 +8,13 @@
 import json
 import pathlib
 
-import matplotlib.pyplot as plt
 from IPython.display import Markdown, display
+from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from mogrifier_jax import comparisons, experiment, figures, metrics, report
 
 FOLDER = pathlib.Path("../docs/results")
-plt.rcParams["figure.dpi"] = 90
+set_matplotlib_formats("png")
 paper = experiment.paper_numbers()
 
 # %% [markdown]

@@ -239,8 +239,8 @@ def test_pictures_show_what_is_there(trial):
     ranges = gate_plots.draw_ranges(report)
     labels = [tick.get_text() for tick in ranges.axes[0].get_yticklabels()]
     assert labels == [
-        *("all rounds, of h", "round 1, of x", "round 2, of h", "round 3, of x"),
-        "all rounds, of x",
+        *("round 1, of x", "round 2, of h", "round 3, of x"),
+        *("all rounds, of x", "all rounds, of h"),
     ]
     scale = np.ones((3, 5))
     scale[1, 2] = 4.0
