@@ -1,9 +1,10 @@
-"""`jit` for tests: what it makes runs slower, and compiles eight times faster; and a count."""
+"""For quick tests: `jit` that compiles eight times faster, a count, parameters marked slow."""
 
 import contextlib
 import functools
 
 import jax
+import pytest
 
 jit = functools.partial(
     jax.jit,
@@ -29,3 +30,10 @@ def count_compilations():
         yield count
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def mostly_slow(values, *fast):
+    """Parameters of a test, of which the fast tests have only some."""
+    return [
+        value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]

@@ -31,7 +31,9 @@ def test_names():
         _ = mogrifier_jax.MogrifierCell
 
 
-@pytest.mark.parametrize("name", [*CELLS, "Mogrifier", "LanguageModel"])
+@pytest.mark.parametrize(
+    "name", quick.mostly_slow([*CELLS, "Mogrifier", "LanguageModel"], "Mogrifier")
+)
 def test_examples_of_docstrings_run(name, monkeypatch):
     """`load` has its example in the README."""
     monkeypatch.setattr(jax, "jit", quick.jit)
@@ -48,7 +50,7 @@ def make_rnn(name, **cell_options):
     return nn.RNN(cell, return_carry=True)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "MogrifierLSTMCell"))
 def test_cells_train_in_float32_and_bfloat16(name):
     """Within nn.RNN, with lengths, under jit and grad; parameters and gradients stay float32."""
     rnn, low = make_rnn(name), make_rnn(name, dtype=jnp.bfloat16)

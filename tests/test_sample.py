@@ -50,7 +50,7 @@ def logits_after(ids, sampler=None):
 
 
 @pytest.mark.parametrize("prompt", [None, "a", "fish", "ab cd\nfish ab cd\n"])
-@pytest.mark.parametrize("initial_state", [False, True])
+@pytest.mark.parametrize("initial_state", quick.mostly_slow([False, True], False))
 def test_the_likeliest_text_is_that_of_the_model(prompt, initial_state):
     """Prompts end before, in and after the first dispatch."""
     sampler = make_sampler(initial_state=initial_state)

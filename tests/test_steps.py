@@ -52,7 +52,7 @@ def losses_of_lamb(case, num_steps, **hyper):
     return np.array(losses)
 
 
-@pytest.mark.parametrize("case", golden.CASES)
+@pytest.mark.parametrize("case", quick.mostly_slow(golden.CASES, "A"))
 def test_losses_follow_lambs_trajectory(case):
     losses = losses_of_lamb(case, 4, learning_rate=0.01, l2_penalty=0.01)
     np.testing.assert_allclose(losses, golden.TRAJECTORIES[case], rtol=0, atol=1e-5)
