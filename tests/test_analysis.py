@@ -37,6 +37,7 @@ def streamed(values, valid, pieces):
     return total
 
 
+@pytest.mark.slow
 def test_merged_windows_equal_the_whole():
     rng = np.random.default_rng(0)
     values = rng.beta(0.4, 0.6, (30, 4, 6)).astype(np.float32)
@@ -121,6 +122,7 @@ def trial():
     return report, gates, inputs
 
 
+@pytest.mark.slow
 def test_a_streamed_text_equals_one_pass_over_all_of_it(trial):
     report, gates, inputs = trial
     assert inputs.shape[1] % WINDOW  # The last window is not full.

@@ -159,6 +159,7 @@ def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     assert abs(late.nats - score.nats[trained.WINDOW :]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_score_is_of_what_is_there(model):
     whole = model.score("ab x\n")
     assert len(model.score("ab x").nats) == 4 and len(whole.nats) == 5

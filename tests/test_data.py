@@ -192,6 +192,7 @@ def test_each_device_computes_its_own_stripes_without_communication(mesh):
         assert not np.any(got[10:])
 
 
+@pytest.mark.slow
 def test_stripes_may_be_taken_apart():
     _, split = make_split(6, 200)
     stream = data.make_train_stream(split, 6, jax.random.key(0), EOS)

@@ -151,6 +151,7 @@ def test_a_mesh_of_eight_gives_what_one_device_does():
     assert {shard.data.shape[0] for shard in copies.addressable_shards} == {1}
 
 
+@pytest.mark.slow
 def test_divergence_is_found_and_does_not_spread():
     _, params, _ = case()
     tame, wild = adapter()(params, [SETTING, WILD], 0.9)

@@ -61,6 +61,7 @@ def test_lengths_of_flax_are_the_valid_steps_of_the_layer(case):
     assert abs(longer.h - end.h).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_bidirectional_of_flax_joins_both_directions(case):
     cell, params, xs, run = case
     both = nn.Bidirectional(nn.RNN(cell), nn.RNN(cell.copy()))
@@ -128,6 +129,7 @@ def assert_drawn(leaf, deviation, mean=0.0):
     assert 0.9 * bound < largest < bound * (1 + error)
 
 
+@pytest.mark.slow
 def test_cells_start_with_a_fan_for_each_block():
     params = initial(layers.MogrifierLSTMCell(TALL, rounds=2, init_factor=1.5))
     scale = np.sqrt(1.3 * 1.5) * DEVIATION_OF_TRUNCATED  # 1.0029 sqrt(factor): convention (i).
@@ -153,6 +155,7 @@ def test_factors_start_so_that_their_product_has_three_fifths_of_the_variance():
     np.testing.assert_allclose(product.var() * TALL, 0.599, rtol=0.03)
 
 
+@pytest.mark.slow
 def test_other_parameters_start_as_the_identity():
     params = initial(layers.LSTMCell(H, layer_norm=True, scaling=True), D)
     ones = [params["gates"]["input_gain"], params["gates"]["recurrent_gain"]]

@@ -45,6 +45,7 @@ def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
         assert path.read_text() == ""
 
 
+@pytest.mark.slow
 def test_lines_can_be_read_while_the_run_goes_on(tmp_path):
     with metrics.MetricWriter(tmp_path) as writer:
         writer.write(1, "train", loss_nats=0.5)
@@ -148,6 +149,7 @@ absl.logging.warning("careful")
 """
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar_and_each_line_comes_once():
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 100))
@@ -170,6 +172,7 @@ def test_on_a_terminal_there_is_a_bar_and_each_line_comes_once():
     assert "step 20/40" not in text
 
 
+@pytest.mark.slow
 def test_without_a_terminal_there_are_lines():
     result = subprocess.run(
         [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True

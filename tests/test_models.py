@@ -314,6 +314,7 @@ def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
 # States.
 
 
+@pytest.mark.slow
 def test_two_windows_equal_one_long_window(float64):
     model, params = make("mixture")
     inputs, targets = batch()

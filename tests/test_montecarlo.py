@@ -81,6 +81,7 @@ def test_the_plain_pass_gives_each_token_of_the_text_in_order():
     assert len(first.tokens) == 2 * WINDOW  # Not all of the text, so the order must be made.
 
 
+@pytest.mark.slow
 def test_one_stream_does_not_depend_on_the_window():
     short, long = deterministic(1, WINDOW), deterministic(1, 64)
     np.testing.assert_allclose(short.nats, long.nats, rtol=1e-5, atol=1e-6)
@@ -159,6 +160,7 @@ def test_a_mesh_of_eight_gives_what_one_device_does():
     assert {shard.data.shape[1] for shard in placed.addressable_shards} == {1}
 
 
+@pytest.mark.slow
 def test_means_are_ordered_token_by_token():
     arithmetic, geometric, power, unnormalised = (sample(kind) for kind in montecarlo.AVERAGES)
     assert (arithmetic.nats <= unnormalised.nats + 1e-5).all()  # AM-GM.

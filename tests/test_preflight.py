@@ -101,6 +101,7 @@ def test_parameters_and_flops_counted_by_hand(mogrifier, refusal):
     assert mogrifier.steps == 8
 
 
+@pytest.mark.slow
 def test_collectives_counted_by_hand(mogrifier):
     """Gradients are summed over the chips once a step, and the loss with them."""
     assert mogrifier.collectives.keys() == {"all-reduce"}
@@ -176,6 +177,7 @@ def test_search_ranks_splits_and_names_refusals(on_cpu, capsys, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_compiler_that_refuses(refusal):
     refusal(FULL)
     report = preflight.examine(small(rounds=0), targets.parse("h100:1"))

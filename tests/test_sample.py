@@ -110,6 +110,7 @@ def test_restrict(top_k, top_p, left):
     assert np.isfinite(found[0, order[:left]]).all()
 
 
+@pytest.mark.slow
 def test_samples_differ_and_seeds_repeat():
     options = dict(prompt="ab", length=30, num_samples=3)
     first = draw(**options)

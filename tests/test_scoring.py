@@ -193,6 +193,7 @@ def test_any_text_can_be_scored_without_the_corpus(workdir, tmp_path, monkeypatc
     assert "'Ω'" in caplog.text
 
 
+@pytest.mark.slow
 def test_ensembles_average_probabilities(workdir, tmp_path):
     vocab = vocabularies.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
     ids = np.array([1, 2, 3], np.int32)
@@ -288,6 +289,7 @@ def test_minimised_temperature_is_no_worse_than_the_grid(workdir):
     assert search(rows[1] + 0.3) > search(rows[1])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_still_going_on_says_which_step_was_used(workdir, caplog):
     (workdir / "results.json").unlink()
     with checkpoints.Checkpoints(workdir), caplog.at_level("INFO"):  # As the run holds it.
@@ -308,6 +310,7 @@ def _damage(folder, what):
         (folder / what).write_bytes(b"" if what == "empty.txt" else b"\xff\xfe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage, changes, message",
     [

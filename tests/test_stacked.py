@@ -122,6 +122,7 @@ def test_stacked_runs_equal_runs_alone(unbroken, alone):
     assert found[0]["averaged"] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_one_that_ends_early_leaves_the_others_alone(unbroken):
     folder, outcomes = unbroken
     assert isinstance(outcomes[1], errors.Diverged) and "step 2" in str(outcomes[1])
@@ -133,6 +134,7 @@ def test_one_that_ends_early_leaves_the_others_alone(unbroken):
     assert not math.isfinite(float(metrics.read_metrics(folder / "1")[-1]["grad_norm"]))
 
 
+@pytest.mark.slow
 def test_each_has_a_workdir_like_any_run(unbroken):
     loaded = pretrained.load_weights(unbroken[0] / "3")
     assert loaded.config.optimizer.learning_rate == 1e-2 and loaded.info["step"] == 8

@@ -99,6 +99,7 @@ def test_accumulated_gradients_are_those_of_the_batch_or_n_times_them():
         assert_close(found, carry, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_penalty_counts_once_for_each_summed_group():
     without, with_penalty = (accumulated("sum", 4, l2)[0] for l2 in (0.0, 0.5))
     params = golden.make("D")[1]
@@ -173,6 +174,7 @@ def test_many_steps_are_single_steps(small):
     assert len(set(map(float, losses))) == 3  # The masks and weights of each step are its own.
 
 
+@pytest.mark.slow
 def test_masks_depend_on_seed_and_step_alone(small):
     def loss(**changes):
         return float(

@@ -134,6 +134,7 @@ def trained(monkeypatch):
     return started
 
 
+@pytest.mark.slow
 def test_every_run_is_made_once_seed_by_seed(file, trained, tmp_path):
     sweeps.run(file, "both,cold", "1,3", str(tmp_path / "w"))
     assert trained == [f"{v}/seed{k}" for k in (1, 3) for v in ("a", "b", "a_cold")]

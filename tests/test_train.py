@@ -253,6 +253,7 @@ def test_a_run_goes_on_with_other_devices(workdir, unbroken, monkeypatch):
         assert abs(there[-1] / there[-2] - 1) > 1e-3  # Or else any would do.
 
 
+@pytest.mark.slow
 def test_another_config_is_refused_with_the_difference(workdir):
     with pytest.raises(errors.UsageError) as refused:
         train.train_and_evaluate(
@@ -263,6 +264,7 @@ def test_another_config_is_refused_with_the_difference(workdir):
     assert "log_every" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
