@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import importlib.util
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -124,8 +125,9 @@ def open_study(
         differences = _compare(saved, dict(about))
         if differences:
             raise errors.UsageError(
-                f"{storage} holds a study {name!r} of another kind:{differences}\nUse another "
-                "--storage or --workdir for a new study, or the same settings to go on with it."
+                f"{hide_password(storage)} holds a study {name!r} of another kind:{differences}\n"
+                "Use another --storage or --workdir for a new study, or the same settings to go on "
+                "with it."
             )
     return study
 
@@ -167,9 +169,14 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
         # Two workers that make the tables of a new storage may be in each other's way.
         time.sleep(patience)
     raise errors.UsageError(
-        f"--storage={storage} cannot be reached: {problem}; give a journal file, or an URL such as "
-        "sqlite:///study.db or postgresql+psycopg://user:password@host/database"
+        f"--storage={hide_password(storage)} cannot be reached: {problem}; give a journal file, or "
+        "an URL such as sqlite:///study.db or postgresql+psycopg://user:password@host/database"
     )
+
+
+def hide_password(storage: str) -> str:
+    """A storage as it may be shown."""
+    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", storage)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from mogrifier_jax import (
     dyneval,
     errors,
     methods,
-    storages,
     studies,
     trials,
     tuning,
@@ -35,19 +34,22 @@ def tune(
 ) -> list[trials.Record]:
     """Searches for the best settings on the validation set; `options` are those of evaluation."""
     tuning.check_numbers(num_trials, parallel)
-    storages.check_sampler(sampler)
     if not trained:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     adapting = Adapting(trained, options)
     tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
     workdir = os.path.join(trained, "dyneval_study")
     name = f"{os.path.basename(os.path.abspath(trained))}-{tuned.name}"
-    tuning.claim(workdir, name)
-    about = {"study": tuned.to_json(), "step": adapting.scorer.loaded.info["step"]}
-    opened = storages.open_study(
-        storage or storages.default(workdir), name, about, sampler=sampler, seed=options.seed
+    queue = tuning.open_queue(
+        tuned,
+        workdir,
+        name=name,
+        num_trials=num_trials,
+        storage=storage,
+        sampler=sampler,
+        seed=options.seed,
+        step=adapting.scorer.loaded.info["step"],
     )
-    queue = trials.Queue(opened, tuned.ranges, num_trials)
     tuning.work(queue, adapting, parallel, tuned.shapes)
     tuning_report.write(name, queue.records(), tuned, workdir, unit=adapting.unit)
     return queue.records()

@@ -9,8 +9,8 @@ import numpy as np
 
 from mogrifier_jax import metrics, studies, trials
 
-NEAR = 0.15  # Of every range: as close to the best as that is near it.
-AT_LEAST = 3  # Trials that count as near, the closest ones.
+NEAR = 0.15  # As close to the best as this share of every range is near it,
+AT_LEAST = 3  # and so are as many of the closest, by the mean over all settings.
 
 
 def parallel_coordinates(
@@ -26,8 +26,10 @@ def parallel_coordinates(
     values = np.array([trial.nats for trial in complete])
     low, high = values.min(), np.quantile(values, 0.9)
     score = np.clip((values - low) / max(high - low, 1e-9), 0, 1)  # 0 is the best.
-    distance = np.abs(places - places[0]).max(1)
-    near = (distance <= NEAR) | (np.argsort(np.argsort(distance, kind="stable")) < AT_LEAST)
+    apart = np.abs(places - places[0])
+    closest = np.argsort(apart.mean(1), kind="stable")[:AT_LEAST]
+    near = apart.max(1) <= NEAR
+    near[closest] = True
 
     fig = figure.Figure(figsize=(1.5 * (len(names) + 1) + 1, 5), layout="constrained")
     axes = fig.add_subplot()
@@ -41,7 +43,7 @@ def parallel_coordinates(
         )
         axes.plot(at, line, **style)
     for x in at:
-        axes.axvline(x, color="0.3", linewidth=0.8, zorder=2)
+        axes.plot([x, x], [0, 1], color="0.3", linewidth=0.8, zorder=2)
     for x, name in enumerate(names):
         limits = studied.ranges[name]
         for place, side, align in ((0, -0.03, "top"), (1, 1.03, "bottom")):

@@ -29,6 +29,7 @@ from mogrifier_jax import (
     tuning,
     tuning_dyneval,
     tuning_report,
+    tuning_training,
     workdirs,
 )
 from tests import quick
@@ -156,6 +157,12 @@ def tune(workdir, config=None, study="appendix_a", **settings):
     return tuning.tune(config or make_config(), str(workdir), study=study, **settings)
 
 
+def without(package):
+    """How packages are looked for where this one is not installed."""
+    find = importlib.util.find_spec
+    return lambda name, *args: None if name == package else find(name, *args)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -164,27 +171,28 @@ def tune(workdir, config=None, study="appendix_a", **settings):
         (dict(parallel=0), "--parallel=0 must be at least 1"),
         (dict(sampler="gb"), "--sampler=gb is unknown; use gp, tpe, random"),
         (dict(storage="postgresql+nodriver://localhost/x"), "cannot be reached"),
-        (dict(storage="postgresql+missing"), "there is no folder"),
         (dict(storage="sqlite:////no/such/folder/study.db"), "unable to open database file"),
         (dict(storage="/no/such/folder/journal"), "there is no folder /no/such/folder"),
+        (dict(storage="vizier://localhost:1"), "needs google-vizier, which is not installed"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_any_compute(tmp_path, monkeypatch, settings, words):
-    monkeypatch.setattr(tuning, "Training", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(tuning_training, "Training", lambda *_: pytest.fail("it went on"))
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.chdir(tmp_path)
-    if "missing" in settings.get("storage", ""):
-        settings = dict(storage="folder/journal")
+    monkeypatch.setattr(importlib.util, "find_spec", without("vizier"))
     with pytest.raises(errors.UsageError) as refused:
         tune(tmp_path / "study", **settings)
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_passwords_are_not_shown():
+    shown = storages.hide_password("postgresql+psycopg://me:secret@host:5432/db")
+    assert shown == "postgresql+psycopg://me:***@host:5432/db"
+    assert storages.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
+
+
 def test_the_gaussian_process_needs_torch(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", without("torch"))
     with pytest.raises(errors.UsageError, match=r"torch, which is not installed.*--sampler=tpe"):
         storages.check_sampler("gp")
     storages.check_sampler("tpe")
@@ -457,13 +465,13 @@ def test_infeasible_and_diverged_trials_are_no_numbers(tmp_path):
 @pytest.mark.slow
 def test_trials_that_differ_in_rates_share_their_programs(tmp_path, study_file, monkeypatch):
     after = []
-    run = tuning.Training.run
+    run = tuning_training.Training.run
 
     def run_and_count(self, asked):
         run(self, asked)
         after.append(count[0])
 
-    monkeypatch.setattr(tuning.Training, "run", run_and_count)
+    monkeypatch.setattr(tuning_training.Training, "run", run_and_count)
     ranges = RATES | {"model.rank": {"low": 3, "high": 8, "scale": "integer"}}
     with quick.count_compilations() as count:
         tune(tmp_path / "rates", study=study_file, num_trials=2)
