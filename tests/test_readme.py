@@ -80,15 +80,15 @@ def is_command(word):
 def check_command(words):
     """Raises Wrong, or whatever the command's own parser raises."""
     name, arguments = words[0].rpartition("/")[2], words[1:]
-    if name.startswith("python"):
+    if words[0].startswith("--"):
+        check_main(["--config=experiments/text.py", *words])
+    elif name.startswith("python"):
         check_python(arguments)
     elif name == "pip":
         check_pip(arguments)
     elif name == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
         require(arguments, [word for word in arguments if word not in targets])
-    elif name.startswith("--"):
-        check_main(["--config=experiments/text.py", *words])
     else:  # A script of launch/, perhaps after sbatch.
         script = arguments[0] if name == "sbatch" else words[0]
         require([script], [] if os.access(ROOT / script, os.X_OK) else [script])
@@ -137,6 +137,9 @@ def check_pip(arguments):
 
 def check_main(arguments):
     """Parses as `main` does, which reads the experiment and all overrides; nothing runs."""
+    # A file that an earlier command has made: any experiment stands for it.
+    made = re.compile(r"--config=runs/\S+\.py")
+    arguments = [made.sub("--config=experiments/ptb.py", word) for word in arguments]
     with pytest.MonkeyPatch.context() as patch, flagsaver.flagsaver():
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["main", *arguments])
@@ -219,7 +222,11 @@ def is_flag(name):
         return find_key(config, name.removeprefix("config."))
     if name.startswith("eval."):
         return find_key(options.evaluation(), name.removeprefix("eval."))
-    return name in flags.FLAGS or f'"--{name}"' in pathlib.Path(launch.__file__).read_text()
+    return (
+        name == "eval"
+        or name in flags.FLAGS
+        or f'"--{name}"' in pathlib.Path(launch.__file__).read_text()
+    )
 
 
 def find_key(config, name):
@@ -251,8 +258,8 @@ def broken(path, text):
             yield name[1]
 
 
-# Names that stand for those of a reader.
-THEIRS = {"file.py", "--config.key"}
+# Names that stand for those of a reader, and of files that are made.
+THEIRS = {"file.py", "--config.key", "best.py", "report.md"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=str)
