@@ -30,12 +30,6 @@ from mogrifier_jax import (
     workdirs,
 )
 
-UNITS = {
-    "ppl": "perplexity",
-    "bpc": "bits per character",
-    "bpb": "bits per byte",
-    "nats": "nats per token",
-}
 SPLITS = ("valid", "test")
 
 
@@ -86,7 +80,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     ]
     for split in SPLITS:
         nats = [result[f"{split}_nats"] for result in results]
-        scores = [in_unit(value, unit) for value in nats]
+        scores = [figures.in_unit(value, unit) for value in nats]
         spread = statistics.stdev(scores) if len(scores) > 1 else None
         mean = statistics.fmean(scores)
         summary[split] = {"scores": scores, "mean": mean, "spread": spread}
@@ -94,16 +88,9 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     return summary
 
 
-def in_unit(nats: float, unit: str) -> float:
-    """A cross-entropy in the unit that people read."""
-    if unit == "nats":
-        return nats
-    return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
-
-
 def show(score: Mapping[str, Any], unit: str) -> str:
     """Mean and spread."""
-    digits = 2 if unit == "ppl" else 4
+    digits = _digits(unit)
     spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
     return f"{score['mean']:.{digits}f}{spread}"
 
@@ -125,10 +112,12 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
         cells += scores
         if has_paper:
             paper = row["paper"]
-            cells.append("" if paper is None else f"{in_unit(paper, unit):.{_digits(unit)}f}")
+            cells.append(
+                "" if paper is None else f"{figures.in_unit(paper, unit):.{_digits(unit)}f}"
+            )
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
         lines.append(cells)
-    return f"**{title}**, {UNITS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
+    return f"**{title}**, {figures.LABELS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
 
 
 def describe(rows: Sequence[Mapping[str, Any]]) -> str:

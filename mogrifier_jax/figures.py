@@ -20,6 +20,13 @@ LABELS = {
 }
 
 
+def in_unit(nats: float, unit: str) -> float:
+    """A cross-entropy in the unit that people read."""
+    if unit == "nats":
+        return nats
+    return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
+
+
 def draw_set(each: experiment.Set, rows: Rows, path: str | os.PathLike) -> None:
     """Draws the rows of `comparisons.collect`; what the paper has stands in a panel beside them."""
     fig = figure_of_set(each, rows)
@@ -27,27 +34,28 @@ def draw_set(each: experiment.Set, rows: Rows, path: str | os.PathLike) -> None:
 
 
 def figure_of_set(each: experiment.Set, rows: Rows) -> Any:
-    """The Matplotlib figure of a set."""
+    """The Matplotlib figure of a set: what was measured and what the paper has, or one of them."""
     from matplotlib import figure
 
-    with_paper = any(row["paper"] is not None for row in rows)
-    fig = figure.Figure(figsize=(9 if with_paper else 6, 3.8), layout="constrained")
-    panels = fig.subplots(1, 2 if with_paper else 1, squeeze=False)[0]
-    unit = rows[0]["unit"]
+    unit = rows[0]["unit"] if rows else each.unit or "ppl"
+    shown = rows or [row._asdict() for row in each.rows]
+    paper = [(r, in_unit(r["paper"], unit), None, None) for r in shown if r["paper"] is not None]
+    columns = bool(rows) + bool(paper)
+    fig = figure.Figure(figsize=(9 if columns == 2 else 6, 3.8), layout="constrained")
+    panels = fig.subplots(1, columns, squeeze=False)[0]
+    fig.suptitle(each.title)
+    if paper:
+        _draw(panels[-1], each, paper, unit)
+        panels[-1].set_title("paper")
+    if not rows:
+        return fig
     ours = [(row, row["valid"]["mean"], row["valid"]["spread"], row["valid"]) for row in rows]
     _draw(panels[0], each, ours, unit)
     budget = max(row["num_params"] for row in rows)
     seeds = sorted({len(row["runs"]) for row in rows})
-    shown = f"{seeds[0]}-{seeds[-1]}" if len(seeds) > 1 else seeds[0]
+    counts = f"{seeds[0]}-{seeds[-1]}" if len(seeds) > 1 else seeds[0]
     plural = "" if seeds == [1] else "s"
-    panels[0].set_title(f"measured: {_millions(budget)} parameters, {shown} seed{plural}")
-    if with_paper:
-        paper = [
-            (r, _in_unit(r["paper"], unit), None, None) for r in rows if r["paper"] is not None
-        ]
-        _draw(panels[1], each, paper, unit)
-        panels[1].set_title("paper")
-    fig.suptitle(each.title)
+    panels[0].set_title(f"measured: {_millions(budget)} parameters, {counts} seed{plural}")
     return fig
 
 
@@ -129,12 +137,6 @@ def _draw_curves(axes, points) -> None:
         axes.set_xticks(sorted({row["x"] for row, *_ in points}))
     if len(labels) > 1:
         axes.legend(framealpha=0.9, edgecolor="none")
-
-
-def _in_unit(nats: float, unit: str) -> float:
-    if unit == "nats":
-        return nats
-    return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
 
 
 def _millions(count: int) -> str:

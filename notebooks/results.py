@@ -38,6 +38,14 @@ Markdown(
 )
 
 # %% [markdown]
+# Its ablation study and its reverse copy task:
+
+# %%
+for file, name in (("ablation", "rounds"), ("ablation", "table"), ("reverse_copy", "10m_1k")):
+    each = experiment.load_file(f"../experiments/{file}.py").SETS[name]
+    display(figures.figure_of_set(each, []))
+
+# %% [markdown]
 # ## Ours
 #
 # Each set of runs: validation score, mean and standard deviation over seeds; the paper's beside it
