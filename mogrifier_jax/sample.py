@@ -58,8 +58,8 @@ class Sampler:
         forced = np.full(total + CHUNK, -1, np.int32)
         forced[: len(ids)] = ids
         variables, key = {"params": self._params}, jax.random.key(seed)
-        carry = self._model.apply(variables, num_samples, method="initial_carry")
-        logits = jnp.zeros((num_samples, len(self.vocabulary)))
+        carry = initial_carry(self._model, self._params, num_samples)
+        logits = place(jnp.zeros((num_samples, len(self.vocabulary))), self._params)
         for first in range(0, total, CHUNK):
             tokens, logits, carry = self._advance(
                 variables,
@@ -74,6 +74,16 @@ class Sampler:
             drawn = np.asarray(tokens)[:, max(0, len(ids) - first) : total - first]
             if drawn.size:
                 yield drawn
+
+
+def initial_carry(model: Any, params: Any, batch_size: int) -> Any:
+    """What a text starts from."""
+    return place(model.apply({"params": params}, batch_size, method="initial_carry"), params)
+
+
+def place(tree: Any, params: Any) -> Any:
+    """Puts arrays where the parameters are, as results will be: or else jit compiles twice."""
+    return jax.device_put(tree, jax.tree.leaves(params)[0].sharding)
 
 
 def _advance(model, variables, logits, carry, key, forced, temperature, *, top_k, top_p):

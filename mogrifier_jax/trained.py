@@ -155,7 +155,7 @@ class TrainedModel:
 
     def _windows(self, run: Callable[..., tuple[Any, Any]], length: int) -> Iterator[Any]:
         """What run(carry, first) -> (found, carry) finds in windows that cover the length."""
-        carry = self.model.apply({"params": self.params}, 1, method="initial_carry")
+        carry = sample.initial_carry(self.model, self.params, 1)
         for first in range(0, length, WINDOW):
             found, carry = run(carry, first)
             yield jax.device_get(found)

@@ -174,7 +174,11 @@ def test_scores_of_all_texts_share_a_program(model):
     size = model._nats._cache_size()
     model.score(SOME, temperature=0.5)
     model.score("a")
-    assert model._nats._cache_size() == size
+    assert model._nats._cache_size() == size == 1
+    model.generate("a", length=2 * sample.CHUNK)
+    with quick.count_compilations() as count:
+        model.generate("ab x", length=50, temperature=0.7, seed=3)
+    assert count == [0]
 
 
 @pytest.mark.slow
