@@ -144,6 +144,7 @@ def test_a_streamed_text_equals_one_pass_over_all_of_it(trial):
     }
 
 
+@pytest.mark.slow
 def test_strong_gating_is_found_where_it_is(trial):
     report, gates, inputs = trial
     scales = [(g["rounds"][0] * g["rounds"][2], g["rounds"][1]) for g in gates]
@@ -178,6 +179,7 @@ def test_a_report_survives_json(trial):
     assert sum(kept["histograms"]["1/f"]) == report.rows()[0]["tokens"] * 6
 
 
+@pytest.mark.slow
 def test_models_without_rounds_have_gates_too():
     model = models.make_model(VOCAB, cell="lstm", hidden_size=3, num_layers=1)
     params = quick.jit(model.init)(jax.random.key(0), **model.example())["params"]

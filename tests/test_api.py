@@ -169,6 +169,7 @@ def test_a_score_is_of_what_is_there(model):
     np.testing.assert_allclose(strange.nats[:3], whole.nats[:3], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_of_all_texts_share_a_program(model):
     model.score("ab x\n")
     size = model._nats._cache_size()

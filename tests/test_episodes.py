@@ -83,6 +83,7 @@ def test_lines_are_examples_of_their_own(corpus):
     assert episodes.num_batches(len(LINES), 3) == 2
 
 
+@pytest.mark.slow
 def test_long_lines_are_cut_before_eos(corpus):
     vocab, split = corpus
     stream = episodes.make_line_stream(split, jax.random.key(0), vocab.eos_id)

@@ -119,6 +119,7 @@ def test_one_chip_that_is_too_small(on_cpu):
     assert not report.fits and report.needed > 10_000
 
 
+@pytest.mark.slow
 def test_bytes_by_kind(mogrifier):
     kinds = mogrifier.bytes
     assert sum(kinds.values()) == mogrifier.needed

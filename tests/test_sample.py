@@ -120,6 +120,7 @@ def test_samples_differ_and_seeds_repeat():
     assert (draw(**options, seed=1) != first).any()
 
 
+@pytest.mark.slow
 def test_one_program_serves_every_prompt_length_and_temperature():
     sampler = make_sampler()
     draw(sampler, prompt="ab", length=3)

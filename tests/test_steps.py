@@ -186,6 +186,7 @@ def test_masks_depend_on_seed_and_step_alone(small):
     assert loss(key=jax.random.key(9)) != loss()
 
 
+@pytest.mark.slow
 def test_stripes_are_reset_but_not_before_the_first_window(small):
     carry = jax.tree.map(jnp.ones_like, small.state.carry)
     key = jax.random.key(1)

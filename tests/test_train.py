@@ -319,6 +319,7 @@ def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
     assert checkpoints.read_info(tmp_path).step == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     scores = evaluate.Scores(train_nats=1.0, valid_nats=math.inf, temperature=1.0)
     monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", lambda self, params: scores)

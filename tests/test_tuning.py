@@ -346,6 +346,7 @@ def test_workers_do_not_ask_for_more_than_there_are(tmp_path, monkeypatch):
     assert one.ask(1) == [] and outcomes(one) == [(0, "running")]
 
 
+@pytest.mark.slow
 def test_the_median_rule_stops_trials(tmp_path):
     pruner = storages.make_pruner(turns=10)
     queue = open_queue(f"sqlite:///{tmp_path / 'a'}", 9, pruner=pruner)
@@ -395,6 +396,7 @@ def tuned(tmp_path_factory, study_file):
     return workdir, tune(workdir, study=study_file, num_trials=5, parallel=2)
 
 
+@pytest.mark.slow
 def test_a_study_end_to_end(tuned):
     workdir, records = tuned
     assert [record.outcome for record in records] == ["complete"] * 5
@@ -410,6 +412,7 @@ def test_a_study_end_to_end(tuned):
     assert len({record.nats for record in records}) == 5
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_found(tuned):
     workdir, records = tuned
     with (workdir / "trials.csv").open() as file:
@@ -448,6 +451,7 @@ def test_neighbourhoods_by_hand():
     assert b.low == 1 and b.nearest is None
 
 
+@pytest.mark.slow
 def test_infeasible_and_diverged_trials_are_no_numbers(tmp_path):
     ranges = {"dropout.input": {"low": 0.0, "high": 4.0}}
     config = make_config(optimizer=dict(learning_rate=1e30))
@@ -481,6 +485,7 @@ def test_trials_that_differ_in_rates_share_their_programs(tmp_path, study_file, 
     assert second < third < other  # Another rank is another program.
 
 
+@pytest.mark.slow
 def test_a_workdir_belongs_to_one_study(tuned, study_file):
     workdir, _ = tuned
     with pytest.raises(errors.UsageError, match="belongs to the study 'test-rates', this one is"):
