@@ -1,0 +1,87 @@
+"""Notebooks: what is committed is made from the Python files, has outputs, and runs."""
+
+import importlib.util
+import pathlib
+
+import nbformat
+import pytest
+
+from mogrifier_jax import inspection
+
+FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+SPEC = importlib.util.spec_from_file_location("make_notebooks", FOLDER / "make.py")
+make = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(make)
+
+
+def sources(notebook):
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def test_every_file_is_a_notebook():
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"make"}
+    assert files == set(make.NAMES) == {path.stem for path in FOLDER.glob("*.ipynb")}
+
+
+@pytest.mark.parametrize("name", make.NAMES)
+def test_committed_notebooks_are_made_from_their_files(name):
+    path = FOLDER / f"{name}.ipynb"
+    committed = nbformat.read(path, as_version=4)
+    assert sources(committed) == sources(make.make_notebook(name))
+    assert path.stat().st_size < 1_000_000
+    nbformat.validate(committed)
+    outputs = [output for cell in committed.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not any(output.output_type == "error" for output in outputs)
+
+
+def test_cells_are_cut_where_the_file_says():
+    cells = make.read_cells(
+        "# %% [markdown]\n# # Title\n#\n# text\n\n# %%\nx = 1  # %% no\n\n\ny = 2\n"
+    )
+    assert [(cell.cell_type, cell.source) for cell in cells] == [
+        ("markdown", "# Title\n\ntext"),
+        ("code", "x = 1  # %% no\n\n\ny = 2"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Seconds of training, on one device; what one notebook has trained the next one loads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOGRIFIER_QUICK", "1")
+        runs = tmp_path_factory.mktemp("runs")
+        patch.setenv("MOGRIFIER_RUNS", str(runs))
+        patch.setenv("PYTHONPATH", str(FOLDER.parent))  # Installed or not.
+        patch.setenv("JAX_NUM_CPU_DEVICES", "1")
+        yield runs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("name", make.NAMES)
+def test_notebooks_run(name):
+    notebook = make.make_notebook(name)
+    make.execute(notebook, timeout=300)
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.mark.slow
+def test_what_they_have_trained_can_be_inspected(environment, capsys):
+    """After the notebooks, or else there is nothing yet."""
+    folders = sorted(str(folder) for folder in environment.glob("pydoc*"))
+    if not folders:
+        pytest.skip("the notebooks were not run")
+    found = inspection.run(folders, max_windows=2)
+    assert set(found) == {"gates", "rounds", "frequency", "position", "recovery"}
+    assert set(found["gates"]) == {"LSTM", "Mogrifier"} and not found["rounds"]["LSTM"]
+    means = [[row["mean"] for row in found["gates"][name]] for name in ("LSTM", "Mogrifier")]
+    assert len(means[0]) == 6 and means[0] != means[1]
+    assert "| layer, gate | model | mean |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_cell_that_fails_is_an_error():
+    notebook = nbformat.v4.new_notebook(cells=make.read_cells("# %%\nraise ValueError('no')\n"))
+    with pytest.raises(make.nbclient.exceptions.CellExecutionError, match="ValueError"):
+        make.execute(notebook)
