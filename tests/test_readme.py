@@ -17,7 +17,8 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from mogrifier_jax import errors, experiment, launch, main, methods, options
+from experiments import pydoc
+from mogrifier_jax import corpora, errors, experiment, launch, main, methods, options
 from tests import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -283,16 +284,20 @@ def test_mistakes_in_sentences_are_found(text):
 RUN = [page for page in PAGES if any(language == "python" for language, _ in blocks(read(page)))]
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
     """A folder with a trained run, and no corpora prepared."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("MOGRIFIER_CACHE_DIR", str(tmp_path / ".cache" / "mogrifier_jax"))
-    (tmp_path / "runs" / "pydoc").mkdir(parents=True)
-    characters = "".join(map(chr, range(32, 127)))
-    workdir.write(tmp_path / "runs" / "pydoc", characters + "\n", hidden_size=6, num_layers=1)
-    return tmp_path
+    home = tmp_path_factory.mktemp("home")
+    config = pydoc.get_config("tiny")
+    with config.unlocked():
+        config.model.update(hidden_size=6, num_layers=1, rounds=2)
+    vocab = corpora.load_corpus("pydoc").vocabulary
+    workdir.write_run(home / "runs" / "pydoc", config, vocab)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("HOME", str(home))
+        patch.setenv("MOGRIFIER_CACHE_DIR", str(home / ".cache" / "mogrifier_jax"))
+        yield home
 
 
 @pytest.mark.slow
@@ -311,8 +316,6 @@ def test_python_examples_run(path, elsewhere):
 
 def prepare_ptb(home):
     """Whether the corpus that an example reads is at hand."""
-    from mogrifier_jax import corpora
-
     if not os.environ.get("MOGRIFIER_DATA_DIR"):
         return False
     corpora.load_corpus("ptb", data_dir=str(home / ".cache" / "mogrifier_jax"))

@@ -14,7 +14,11 @@ def write(folder, text, **model_options):
     with config.unlocked():
         config.model.update(model_options)
         config.data.window = 8
-    vocab = vocabulary.Vocabulary.from_text(text, config.data.level)
+    return write_run(folder, config, vocabulary.Vocabulary.from_text(text, config.data.level))
+
+
+def write_run(folder, config, vocab):
+    """One of any language model."""
     model = models.make_model(len(vocab), **config.model)
 
     @quick.jit
