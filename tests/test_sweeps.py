@@ -1,13 +1,25 @@
 """Sweeps: every variant builds within its budget, runs once, goes on, and is compared."""
 
+import functools
 import json
 import math
 import pathlib
 import sys
 
+import jax
 import pytest
 
-from mogrifier_jax import comparisons, errors, experiment, figures, models, sweeps, train
+from mogrifier_jax import (
+    comparisons,
+    errors,
+    experiment,
+    figures,
+    models,
+    partitioning,
+    runs,
+    sweeps,
+    train,
+)
 from mogrifier_jax.experiment import Row, Set
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -91,6 +103,25 @@ def test_hypotheses_change_what_they_say():
     assert load("characters").data.name == "ptb_char"
     small = [load(v).optimizer for v in ("lstm", "mogrifier", "mlstm", "full_rank")]
     assert all(optimizer == small[0] for optimizer in small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("full_rank", "no_zigzag", "mlstm", "scaling", "factorised", "lstm,sgd", "rmsprop"),
+        *("layer_norm", "untied", "episodic", "characters"),
+    ],
+)
+def test_variants_can_be_trained(variant):
+    """Traced, on a text that needs no download."""
+    config = experiment.load_config(f"{ABLATION}:{variant},tiny")
+    config.data.name = "pydoc"
+    run = runs.make_run(config)
+    step = functools.partial(run.jit_steps(), num_steps=1)
+    state, found = jax.eval_shape(step, run.abstract_state(), run.task.stream, run.hyper)
+    assert jax.tree.structure(state) == jax.tree.structure(run.abstract_state())
+    assert set(found) >= {"loss_nats", "grad_norm"}
 
 
 FILE = """
@@ -327,19 +358,20 @@ def test_figures_show_every_row_and_the_paper_beside():
 
 
 @pytest.mark.slow
-def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path):
+def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
     """Two runs, of which the second is made later; the first is not made again."""
+    mesh = partitioning.make_mesh(1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(partitioning, "make_mesh", lambda data, model: mesh)
     options = dict(overrides={"data.length": 3, "data.window": 4})
     sweep = sweeps.Sweep(f"{COPY}:tiny", **options)
-    sweep.module.SETS["pair"] = Set(
-        "Pair", [Row("lstm", "LSTM", 3), Row("mogrifier", "Mogrifier", 3)]
-    )
+    pair = [Row("lstm", "LSTM", 3), Row("mogrifier", "Mogrifier", 3)]
+    sets = {"pair": Set("Pair", pair, unit="nats")}
     jobs = [sweep.make_job(variant, 1, tmp_path) for variant in ("lstm", "mogrifier")]
     list(sweeps.run_here(jobs[:1]))
     before = (jobs[0].folder / "results.json").stat().st_mtime_ns
     assert [sweeps.is_done(job.folder) for job in jobs] == [True, False]
     list(sweeps.run_here(jobs[1:]))
-    comparisons.write(sweep, {"pair": sweep.module.SETS["pair"]}, tmp_path, [1])
+    comparisons.write(sweep, sets, tmp_path, [1])
     assert (jobs[0].folder / "results.json").stat().st_mtime_ns == before
     rows = json.loads((tmp_path / "pair.json").read_text())
     assert [row["label"] for row in rows] == ["LSTM", "Mogrifier"]
