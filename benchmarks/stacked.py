@@ -62,19 +62,21 @@ def main() -> None:
         base.schedule.turns, base.schedule.steps_per_turn = args.turns, args.steps_per_turn
     configs = make_configs(base, args.trials)
     mesh = stacked.make_mesh(args.trials)
-    alone, task = stacked.home(mesh), runs.make_task(base, mesh)
-    made = [runs.make_run(config, alone, task) for config in configs]
+    alone = stacked.home(mesh)
+    here, there = runs.make_task(base, alone), runs.make_task(base, mesh)
+    single = [runs.make_run(config, alone, here) for config in configs]
+    made = [runs.make_run(config, alone, there) for config in configs]
     ways = {
-        "sequential": (run_sequentially, train.Functions(made[0])),
-        "stacked": (run_together, stacked.Functions(made[0], args.trials, mesh)),
+        "sequential": (run_sequentially, single, train.Functions(single[0])),
+        "stacked": (run_together, made, stacked.Functions(made[0], args.trials, mesh)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found = {}
     for turn in range(args.rounds + 1):  # The first compiles.
-        for name, (way, functions) in ways.items():
+        for name, (way, trials, functions) in ways.items():
             with tempfile.TemporaryDirectory() as folder:
                 started = time.perf_counter()
-                found[name] = way(made, functions, pathlib.Path(folder))
+                found[name] = way(trials, functions, pathlib.Path(folder))
                 if turn:
                     seconds[name].append(time.perf_counter() - started)
     for name, times in seconds.items():
