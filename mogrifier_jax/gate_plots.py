@@ -170,7 +170,7 @@ def _bucket(row: Mapping[str, Any]) -> str:
     low, high = row["from"], row["below"]
     if high == np.inf:
         return f"{low:,}+"
-    return f"{low:,}" if high == low + 1 else f"{low:,}–{high:,}"
+    return f"{low:,}" if high == low + 1 else f"{low:,}–{high - 1:,}"
 
 
 def _label_round(gate: str) -> str:

@@ -5,6 +5,7 @@ is in `analysis.py` and `losses.py`.
 """
 
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ def run(
         if document:
             comparisons.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
     if json_path:
-        pathlib.Path(json_path).write_text(json.dumps(merged, indent=1) + "\n")
+        pathlib.Path(json_path).write_text(json.dumps(_finite(merged), indent=1) + "\n")
     return merged
 
 
@@ -157,6 +158,8 @@ def to_markdown(kind: str, by_model: Mapping[str, Sequence[Mapping[str, Any]]]) 
         head = [_TITLES[kind], "tokens", *by_model, *(f"{first} − {name}" for name in others)]
         lines = []
         for same in zip(*by_model.values(), strict=True):
+            if not any(row["tokens"] for row in same):
+                continue
             gaps = [same[0]["nats"] - row["nats"] for row in same[1:]]
             lines.append([_bucket(same[0]), same[0]["tokens"], *(r["nats"] for r in same), *gaps])
     return f"{comparisons.markdown(head, lines)}\n\nRuns: {runs}."
@@ -170,7 +173,19 @@ def len_runs(rows: Sequence[Mapping[str, Any]]) -> int:
 def _bucket(row: Mapping[str, Any]) -> str:
     if "above" in row:
         return f"above {row['above']:g}"
-    return f"{row['from']:,}" + ("+" if row["below"] == float("inf") else f" to {row['below']:,}")
+    if row["below"] == math.inf:
+        return f"{row['from']:,}+"
+    last = row["below"] - 1  # Of numbers of tokens.
+    return f"{last:,}" if last == row["from"] else f"{row['from']:,} to {last:,}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no words for numbers that are not finite: null stands for them."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _TITLES = {

@@ -43,18 +43,26 @@ def test_tables_show_all_models(monkeypatch, tmp_path, capsys):
     assert "Runs: 1 of LSTM, 2 of Mogrifier." in shown
     text = document.read_text()
     assert "old" not in text and "| 1, f | LSTM |" in text and "\n\nrest\n" in text
-    assert json.loads(numbers.read_text())["recovery"]["Mogrifier"][0]["nats"] == 2.0
+    (row,) = json.loads(numbers.read_text())["recovery"]["Mogrifier"]
+    assert row["nats"] == 2.0 and row["below"] is None
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([bucket(1.0, 0, 10)], "| 0 to 10 | 4 | 1 |"),
+        ([bucket(1.0, 0, 1)], "| 0 | 4 | 1 |"),
+        ([bucket(1.0, 1, 10)], "| 1 to 9 | 4 | 1 |"),
         ([bucket(1.0, 1000)], "| 1,000+ | 4 | 1 |"),
     ],
 )
 def test_buckets_have_names(rows, words):
     assert words in inspection.to_markdown("frequency", {"LSTM": inspection.average([rows])})
+
+
+def test_empty_buckets_are_left_out():
+    rows = inspection.average([[bucket(2.0), {**bucket(float("nan")), "tokens": 0}]])
+    table = inspection.to_markdown("frequency", {"LSTM": rows})
+    assert "| 2 |" in table and "nan" not in table
 
 
 def test_what_is_no_workdir_is_refused(tmp_path):
