@@ -74,6 +74,7 @@ def test_statistics_are_those_of_lamb():
     assert float(statistics.rms["embedding"].mean()) == pytest.approx(0.110827, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_four_windows_are_those_of_lamb():
     _, params, _ = case()
     nats, adapted = adapt(adapter(), [SETTING, STILL])

@@ -55,6 +55,7 @@ def test_lines_can_be_read_while_the_run_goes_on(tmp_path):
         assert speed == {"step": 1, "tokens_per_second": 10.0}
 
 
+@pytest.mark.slow
 def test_numbers_are_short_exact_and_legal_json(tmp_path):
     values = [np.float32(0.1), 0.1 + 0.2, jnp.int32(3), float("nan"), np.float32("-inf"), True]
     with metrics.MetricWriter(tmp_path) as writer:

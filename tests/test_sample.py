@@ -154,6 +154,7 @@ def loaded(monkeypatch):
     monkeypatch.setattr(pretrained, "load_weights", lambda workdir: found)
 
 
+@pytest.mark.slow
 def test_one_sample_streams_and_several_follow_each_other(loaded, capsys, monkeypatch):
     sample.run("runs/x", prompt="ab", length=40, temperature=1.0, seed=3)
     text = capsys.readouterr().out

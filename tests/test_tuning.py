@@ -518,10 +518,7 @@ test_tuning.tune(workdir, study=study, num_trials=6, parallel=1, storage=storage
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sqlite", "journal"])
-def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file, kind):
-    if kind == "journal":
-        pytest.skip("one storage is enough here")
+def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file):
     workdir = tmp_path / "study"
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
