@@ -45,6 +45,8 @@ def _of_jaxpr(jaxpr: jax.extend.core.Jaxpr) -> int:
             total += params["length"] * sum(inner)
         elif name == "shard_map":
             total += params["mesh"].size * sum(inner)  # The body is one shard's work.
+        elif name == "cond" and params.get("branches_platforms"):
+            total += min(inner)  # The same result on each platform; the work it needs anywhere.
         elif name == "cond":
             total += max(inner)
         elif name == "while" and any(inner):

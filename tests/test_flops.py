@@ -39,6 +39,13 @@ def scan(w, x):
             [(B, K), (K, K)],
             2 * 2 * B * K * K,
         ),
+        (
+            lambda x, w: lax.platform_dependent(
+                x, w, tpu=lambda x, w: x @ w @ w, default=lambda x, w: x @ w
+            ),
+            [(B, K), (K, K)],
+            2 * B * K * K,
+        ),
     ],
 )
 def test_flops_agree_with_hand_counts(fn, shapes, expected):
