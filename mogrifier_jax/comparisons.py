@@ -101,13 +101,12 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
     has_x, has_paper = (any(row[key] is not None for row in rows) for key in ("x", "paper"))
     head = ["model", *([x_label or "setting"] if has_x else []), "parameters", "hidden", "seeds"]
     head += ["valid", "test", *(["paper, valid"] if has_paper else []), "minutes a run"]
-    best = min(row["valid"]["nats"] for row in rows)
     lines = []
     for row in rows:
         cells = [row["label"], *([_show_x(row["x"])] if has_x else [])]
         cells += [f"{row['num_params']:,}", str(row["hidden_size"]), str(len(row["runs"]))]
         scores = [show(row[split], unit) for split in SPLITS]
-        if len(rows) > 1 and row["valid"]["nats"] == best:
+        if is_best(row, rows):
             scores[0] = f"**{scores[0]}**"
         cells += scores
         if has_paper:
@@ -120,9 +119,22 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
     return f"**{title}**, {figures.LABELS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
 
 
+def is_best(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no other row is better: of all, or of those at its place if curves are compared."""
+    curves = len({each["label"] for each in rows}) < len(rows) and len(
+        {each["x"] for each in rows}
+    ) < len(rows)
+    rivals = [each for each in rows if not curves or each["x"] == row["x"]]
+    return len(rivals) > 1 and row["valid"]["nats"] == min(r["valid"]["nats"] for r in rivals)
+
+
 def describe(rows: Sequence[Mapping[str, Any]]) -> str:
     """Steps, batch, commit, hardware and hours of all runs."""
-    shapes = {f"{r['steps']:,} steps of {r['batch_size']} x {r['window']} tokens" for r in rows}
+    windows: dict[str, set[int]] = {}
+    for row in rows:
+        steps = f"{row['steps']:,} steps of {row['batch_size']} x"
+        windows.setdefault(steps, set()).add(row["window"])
+    shapes = [f"{s} {', '.join(map(str, sorted(w)))} tokens" for s, w in sorted(windows.items())]
     commits = {
         commit[:7] + "+" * commit.endswith("+changes") for r in rows for commit in r["commits"]
     }
@@ -130,7 +142,7 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
     seconds = sum(row["seconds"] for row in rows)
     runs = sum(len(row["runs"]) for row in rows)
     return (
-        f"{'; '.join(sorted(shapes))}. Commit {', '.join(sorted(commits)) or 'unknown'}; "
+        f"{'; '.join(shapes)}. Commit {', '.join(sorted(commits)) or 'unknown'}; "
         f"{', '.join(sorted(hardware)) or 'hardware unknown'}; {runs} runs, "
         f"{progress.span(seconds)} in all."
     )

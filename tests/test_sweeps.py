@@ -318,6 +318,17 @@ def test_a_table_has_mean_spread_paper_and_what_it_was_made_with():
     )
 
 
+def test_the_best_is_that_of_all_or_of_each_place():
+    nats = {"LSTM": [5.0], "Mogrifier": [4.9]}
+    short, long = (make_rows(nats, x=dict.fromkeys(nats, x)) for x in (5, 10))
+    assert [comparisons.is_best(row, short + long) for row in short + long] == [0, 1, 0, 1]
+    rounds = make_rows(nats, x={"LSTM": 0, "Mogrifier": 1}, label=dict.fromkeys(nats, "Mogrifier"))
+    assert [comparisons.is_best(row, rounds) for row in rounds] == [False, True]
+    assert not comparisons.is_best(short[0], short[:1])
+    long[0]["window"] = 70
+    assert comparisons.describe(short + long).startswith("1,000 steps of 16 x 35, 70 tokens.")
+
+
 def test_a_document_keeps_everything_but_the_table(tmp_path):
     report, made = tmp_path / "RESULTS.md", tmp_path / "work" / "both"
     made.parent.mkdir()
