@@ -60,23 +60,25 @@ def figure_of_set(each: experiment.Set, rows: Rows) -> Any:
 
 
 def draw_curves(rows: Rows, title: str = "") -> Any:
-    """Validation loss at every evaluation, a line for each seed."""
+    """Validation loss at every evaluation, a line for each seed; the LSTM's are dashed."""
     from matplotlib import figure
 
-    fig = figure.Figure(figsize=(6, 3.8), layout="constrained")
+    fig = figure.Figure(figsize=(7, 3.8), layout="constrained")
     axes = fig.add_subplot()
-    for number, row in enumerate(rows):
+    places = list(dict.fromkeys(row["variant"] if row["x"] is None else row["x"] for row in rows))
+    for row in rows:
+        place = row["variant"] if row["x"] is None else row["x"]
         name = row["label"] if row["x"] is None else f"{row['label']}, {row['x']}"
+        style = ".--" if row["label"] == "LSTM" else ".-"
         for seed, curve in enumerate(row["curves"]):
             steps, nats = zip(*curve[1:], strict=True)  # What comes before training is noise.
-            axes.plot(
-                steps, nats, ".-", color=f"C{number}", linewidth=1, label=name if not seed else None
-            )
+            colour, label = f"C{places.index(place)}", None if seed else name
+            axes.plot(steps, nats, style, color=colour, linewidth=1.2, label=label)
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("validation, nats per token")
     axes.set_title(title)
     axes.grid(alpha=0.25)
-    axes.legend(framealpha=0.9, edgecolor="none", fontsize=8)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), edgecolor="none", fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return fig

@@ -368,6 +368,15 @@ def test_figures_show_every_row_and_the_paper_beside():
     assert [t.get_text() for t in axes.get_xticklabels()] == ["tied"]
 
 
+def test_learning_curves_leave_out_what_comes_before_training():
+    curves = {"LSTM": [[(0, 9.0), (10, 5.0), (20, 4.0)]] * 2, "Mogrifier": [[(0, 9.0), (10, 3.0)]]}
+    rows = make_rows({"LSTM": [4.0, 4.0], "Mogrifier": [3.0]}, curves=curves)
+    (axes,) = figures.draw_curves(rows, "Title").axes
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[5.0, 4.0], [5.0, 4.0], [3.0]]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["LSTM", "Mogrifier"] and axes.get_title() == "Title"
+
+
 @pytest.mark.slow
 def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
     """Two runs, of which the second is made later; the first is not made again."""
