@@ -98,7 +98,7 @@ class Queue:
         except errors.UsageError:
             raise
         except Exception as error:  # gRPC has many ways to say that nobody answers.
-            reason = str(error).strip().splitlines()[0][:200]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise errors.UsageError(
                 f"--storage={storage} cannot be reached: {reason}; start a Vizier service there"
             ) from None
