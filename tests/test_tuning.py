@@ -14,6 +14,7 @@ import time
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments import enwik8, ptb, pydoc, reverse_copy
@@ -50,10 +51,23 @@ TWO = {"x": studies.Range(-1.0, 1.0), "n": studies.Range(0, 6, "integer")}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def compiled_once(tmp_path_factory):
+    """Trials share their compiled programs, also those of workers in other processes."""
+    settings = {
+        "jax_disable_most_optimizations": (True, False),
+        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("compiled")), None),
+        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
+        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
+    }
+
+    def update(which):
+        for name, values in settings.items():
+            jax.config.update(name, values[which])
+        compilation_cache.reset_cache()
+
+    update(0)
+    yield {name.upper(): str(value) for name, (value, _) in settings.items()}
+    update(1)
 
 
 def make_config(**sections):
@@ -497,8 +511,6 @@ def test_a_workdir_belongs_to_one_study(tuned, study_file):
 
 WORKER = """
 import sys, time
-import jax
-jax.config.update("jax_disable_most_optimizations", True)
 from mogrifier_jax import bookkeeping, trials, tuning
 from tests import test_tuning
 
@@ -518,13 +530,9 @@ test_tuning.tune(workdir, study=study, num_trials=6, parallel=1, storage=storage
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file):
+def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file, compiled_once):
     workdir = tmp_path / "study"
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    environment = os.environ | cache | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | compiled_once | {"PYTHONPATH": str(ROOT)}
 
     def start(slow):
         command = [sys.executable, "-c", WORKER, str(workdir), study_file, "", str(slow)]
