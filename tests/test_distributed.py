@@ -115,6 +115,7 @@ def test_roll_call():
     assert call_roll(2, 1, 0, count=3, timeout=20.0) == ["all here"] * 3
 
 
+@pytest.mark.slow
 def test_roll_call_names_who_is_missing():
     for message in call_roll(0, 2, count=5):
         assert "processes 1, 3, 4 did not come within 1 s" in message

@@ -87,6 +87,7 @@ def test_four_windows_are_those_of_lamb():
     np.testing.assert_allclose(totals, [0.286228, 0.280425], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_outcomes_are_the_scores_of_the_tokens():
     outcome, still = adapter()(case()[1], [SETTING, STILL], 0.9)
     assert outcome.nats == pytest.approx((8.263866 + 8.313983 + 7.943994 + 7.989597) / 16, abs=1e-6)
