@@ -92,7 +92,8 @@ def make_run(
     check_keys("config", config, known=SECTIONS, required=set(SECTIONS) - {"log_every"})
     needed = {"name", "batch_size", "window"}
     check_keys("config.data", config.data, known=config.data, required=needed)
-    mesh = mesh or make(partitioning.make_mesh, "mesh", **config.mesh)
+    check_keys("config.mesh", config.mesh, known=("data", "model"), required=set())
+    mesh = mesh or partitioning.make_mesh(**config.mesh)
     optimizer = dict(config.optimizer)
     learning_rate, l2_penalty, groups, reduce = pop_step_options(optimizer)
     optimizer = make(optim.make_optimizer, "optimizer", **optimizer)

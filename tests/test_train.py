@@ -476,6 +476,7 @@ def without(section, key):
         (bad("evaluation", windows=1), "config.evaluation.windows is read by nothing"),
         (bad("evaluation", train_windows=0), "evaluation.train_windows 0 must be at least 1"),
         (bad("mesh", datta=1), "config.mesh.datta is read by nothing; did you mean data"),
+        (bad("mesh", devices=1), "config.mesh.devices is read by nothing; did you mean data"),
         (bad("", log_every=0), "log_every 0 must be at least 1"),
         (without("", "optimizer"), "config lacks optimizer"),
         (without("schedule", "turns"), "config.schedule lacks turns"),
