@@ -172,6 +172,7 @@ def test_twice_and_half_are_equally_strong():
     np.testing.assert_allclose(analysis.strength(scale), [1, 1, 0, 1])
 
 
+@pytest.mark.slow
 def test_a_report_survives_json(trial):
     report, *_ = trial
     kept = json.loads(report.to_json())
@@ -230,6 +231,7 @@ def test_wrong_buckets_are_refused():
         losses.group(np.arange(3), np.ones(2), (0, 1))
 
 
+@pytest.mark.slow
 def test_pictures_show_what_is_there(trial):
     report, *_ = trial
     reports = {"LSTM": report, "Mogrifier": report}

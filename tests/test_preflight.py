@@ -133,6 +133,7 @@ def test_bytes_by_kind(mogrifier):
     assert mogrifier.fits
 
 
+@pytest.mark.slow
 def test_times_follow_from_seconds(mogrifier):
     assert mogrifier.seconds == mogrifier.compute_seconds + mogrifier.collective_seconds
     assert mogrifier.tokens_per_second == pytest.approx(B * T / mogrifier.seconds)
