@@ -161,6 +161,7 @@ def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
 def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     """Several runs at once, each in a process; their words go to log.txt in their folders."""
     waiting, running, stopped = list(jobs), list[tuple[Job, Any, Any]](), list[Job]()
+    free = share_cores(parallel)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(signals.StopRequests())
         stack.callback(terminate, running)  # None is left when all is well.
@@ -174,7 +175,8 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
                 logging.info("%s: starts", job)
                 clock = stack.enter_context(contextlib.ExitStack())
                 clock.enter_context(timed(job))
-                running.append((job, start(sweep, job), clock))
+                running.append((job, start(sweep, job, cores := free.pop(0)), clock))
+                clock.callback(free.append, cores)
             time.sleep(POLL_SECONDS)
             for job, process, clock in [each for each in running if each[1].poll() is not None]:
                 running.remove((job, process, clock))
@@ -197,10 +199,35 @@ def terminate(running: Sequence[tuple[Job, subprocess.Popen, Any]]) -> None:
         process.wait()
 
 
-def start(sweep: Sweep, job: Job) -> subprocess.Popen:
-    """Starts a run in a process of its own."""
+def share_cores(count: int) -> list[set[int]]:
+    """The cores of this process dealt out to a number of others; all to each if there are few.
+
+    Programs that all use all cores wait for each other: two at once are slower than in turn.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < count:
+        return [set(cores)] * count
+    return [set(cores[index::count]) for index in range(count)]
+
+
+@contextlib.contextmanager
+def bound_to(cores: set[int]) -> Iterator[None]:
+    """Processes started here run on these cores; on any where that cannot be said."""
+    if not cores:
+        yield
+        return
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
+
+
+def start(sweep: Sweep, job: Job, cores: set[int]) -> subprocess.Popen:
+    """Starts a run in a process of its own, on these cores."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    with (job.folder / "log.txt").open("a") as log:
+    with (job.folder / "log.txt").open("a") as log, bound_to(cores):
         return subprocess.Popen(sweep.command(job), stdout=log, stderr=subprocess.STDOUT)
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import pathlib
 import sys
 
@@ -192,9 +193,11 @@ def test_a_run_that_is_stopped_ends_the_sweep(file, trained, tmp_path):
 
 
 SCRIPT = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 folder = pathlib.Path([a for a in sys.argv if a.startswith("--workdir=")][0][10:])
 (folder / "began").write_text(str(time.time()))
+cores = getattr(os, "sched_getaffinity", lambda pid: ())
+(folder / "cores").write_text(str(len(cores(0))))
 code = {"b/seed2": 3, "a/seed9": 75}.get(f"{folder.parent.name}/{folder.name}", 0)
 code = 1 if folder.parent.parent.name == "broken" else code
 if not code:
@@ -239,10 +242,27 @@ def test_several_runs_at_once(file, beside, tmp_path):
     assert len(beside) == 4
 
 
+def test_runs_at_once_share_the_cores(file, beside, tmp_path, monkeypatch):
+    bound = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
+    assert bound[::2] == [{0, 2, 7}, {1, 5}]  # Where processes start,
+    assert bound[1::2] == [{0, 1, 2, 5, 7}] * 2  # and what is restored.
+    assert sweeps.share_cores(6) == [{0, 1, 2, 5, 7}] * 6
+
+
+@pytest.mark.skipif(len(sweeps.share_cores(1)[0]) < 2, reason="needs two cores")
+def test_a_run_beside_another_sees_its_own_cores_only(file, beside, tmp_path):
+    sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
+    seen = [int((tmp_path / "w" / v / "seed1" / "cores").read_text()) for v in "ab"]
+    assert sum(seen) == len(os.sched_getaffinity(0))
+
+
 def test_a_process_that_fails_ends_the_sweep_with_its_log(file, beside, tmp_path):
-    with pytest.raises(errors.UsageError, match=r"ended with code 1; the reason is in .*log.txt"):
+    with pytest.raises(errors.UsageError, match=r"ended with code 1; the reason is in ") as error:
         sweeps.run(file, "both", "1", str(tmp_path / "broken"), parallel=2)
-    assert "some reason" in (tmp_path / "broken" / "a" / "seed1" / "log.txt").read_text()
+    assert "some reason" in pathlib.Path(str(error.value).rsplit(" in ")[-1]).read_text()
 
 
 def test_processes_that_are_stopped_are_left_for_the_next_time(file, beside, tmp_path):
