@@ -5,9 +5,10 @@
 A train step is forward, loss, backward, gradient clip and Adam, of a model with two layers
 and a tied softmax, without dropout. The same computation stands on all sides: uncapped input
 gates, the output of the last layer, a first moment in Adam. As in training, ours takes several
-steps in one dispatch, PyTorch one after the other. `--only=recurrence` times the
-layers' forward and backward pass alone. The share of peak is what the model's matmuls would
-take at the machine's float32 matmul peak, measured in the same run, over what the step takes.
+steps in one dispatch, and the fast one has the compiler options of `runtime.py`.
+`--only=recurrence` times the layers' forward and backward pass alone. The share of peak is what
+the model's matmuls would take at the machine's float32 matmul peak, measured in the same run,
+over what the step takes.
 
 PyTorch's threads wait for each other at every operation, so that on a busy machine its wall
 time says little. There, compare one core's CPU time:
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from mogrifier_jax import averaging, data, flops, models, optim, steps
+from mogrifier_jax import averaging, data, flops, models, optim, runtime, steps
 from mogrifier_jax import stack as stacks
 
 try:
@@ -94,7 +95,8 @@ def jax_step(size: Size, fast: bool) -> Callable[[], object]:
         batch_at=lambda stream, step: stream,
     )
     take = functools.partial(steps.train_steps, program=program, num_steps=NUM_STEPS)
-    take = jax.jit(take, donate_argnums=0)
+    options = runtime.compiler_options(jax.default_backend()) if fast else None
+    take = jax.jit(take, donate_argnums=0, compiler_options=options)
     init = functools.partial(steps.init_state, program=program, batch_size=size.batch)
     state = jax.jit(init)(jax.random.key(0))
     hyper = steps.Hyperparameters(learning_rate=LEARNING_RATE, l2_penalty=0.0)
@@ -120,7 +122,8 @@ def jax_recurrence(size: Size, fast: bool) -> Callable[[], object]:
     def loss(params, xs):
         return jnp.square(stack.apply({"params": params}, carry, xs)[1]).sum()
 
-    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    options = runtime.compiler_options(jax.default_backend()) if fast else None
+    gradient = jax.jit(jax.grad(loss, (0, 1)), compiler_options=options)
     return lambda: jax.block_until_ready(gradient(params, xs))
 
 

@@ -21,6 +21,7 @@ from mogrifier_jax import (
     models,
     optim,
     partitioning,
+    runtime,
     schedule,
     steps,
     tasks,
@@ -78,6 +79,7 @@ class Run(NamedTuple):
             static_argnames="num_steps",
             donate_argnames="state",
             out_shardings=(in_place, partitioning.replicated(self.mesh)),
+            compiler_options=runtime.compiler_options(self.mesh.devices.flat[0].platform),
         )
 
 

@@ -1,6 +1,7 @@
-"""What surrounds a run: the cache of compiled programs, and a trace of some of its steps."""
+"""What surrounds a run: how programs are compiled and cached, and a trace of some steps."""
 
 import contextlib
+import functools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -20,6 +21,23 @@ def use_compilation_cache() -> None:
         base = os.environ.get("MOGRIFIER_CACHE_DIR") or "~/.cache/mogrifier_jax"
         folder = pathlib.Path(base).expanduser() / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+@functools.cache
+def compiler_options(platform: str) -> dict[str, str] | None:
+    """How the compiler is to treat train steps on a platform differently than it would.
+
+    On CPUs matmuls are given to Eigen rather than YNNPACK, which keeps the reductions.
+    docs/performance.md has the measurements. A compiler that does not know the option goes without.
+    """
+    if platform != "cpu":
+        return None
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options
 
 
 class Trace:
