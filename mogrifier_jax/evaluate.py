@@ -119,6 +119,18 @@ def search_temperature(evaluate: Callable[[float], float]) -> float:
     return best
 
 
+def search_in_groups(evaluate: Callable[[tuple[float, ...]], Sequence[float]]) -> float:
+    """`search_temperature` where it costs little to try several temperatures in one pass."""
+    evaluate = functools.cache(evaluate)
+
+    def xe(temperature):
+        place = TEMPERATURES.index(temperature)
+        first = place - place % AT_ONCE
+        return evaluate(TEMPERATURES[first : first + AT_ONCE])[place - first]
+
+    return search_temperature(xe)
+
+
 class Scores(NamedTuple):
     """What is known after the evaluation of a turn; nats per token."""
 
@@ -171,17 +183,11 @@ class TurnEvaluation:
         return Scores(train, self.score("valid", params, temperature), temperature)
 
     def _search_temperature(self, params: Any) -> float:
-        found: dict[float, float] = {}
+        def score(group):
+            sums = self._search.at_temperatures(params, group, self.search_windows)
+            return [total.mean() for total in sums]
 
-        def xe(temperature):
-            if temperature not in found:
-                first = TEMPERATURES.index(temperature)
-                group = TEMPERATURES[first : first + AT_ONCE]
-                sums = self._search.at_temperatures(params, group, self.search_windows)
-                found.update(zip(group, (total.mean() for total in sums), strict=True))
-            return found[temperature]
-
-        return search_temperature(xe)
+        return search_in_groups(score)
 
     def score(self, split: str, params: Any, temperature: float) -> float:
         """Nats per token of a whole split, or of as much as the settings allow."""

@@ -263,32 +263,27 @@ class TurnEvaluation(evaluate.TurnEvaluation):
         train = self._train(params, ones, settings.train_windows)
         temperatures: Any = [settings.softmax_temperature] * count
         if settings.softmax_temperature is None:
-            search: Any = self._search
-            temperatures = search_temperatures(
-                lambda group: search(params, np.tile(group, (count, 1)), self.search_windows), count
-            )
+            temperatures = self.search_temperatures(params)
         valid: Any = self.score("valid", params, temperatures)
         return [
             evaluate.Scores(*map(float, scores))
             for scores in zip(train, valid, temperatures, strict=True)
         ]
 
+    def search_temperatures(self, params: Any) -> list[float]:
+        """Each run's own temperature; they walk down the grid together."""
+        search: Any = self._search
+
+        @functools.cache
+        def score_all(group):
+            return search(params, np.tile(group, (self._count, 1)), self.search_windows)
+
+        def score(run, group):
+            return score_all(group)[run]
+
+        scorers = [functools.partial(score, run) for run in range(self._count)]
+        return [evaluate.search_in_groups(scorer) for scorer in scorers]
+
     def score(self, split: str, params: Any, temperature: Any) -> Any:
         """Nats per token [N] of a split."""
         return self._of(split)(params, temperature, self._settings.max_windows)
-
-
-def search_temperatures(
-    evaluate_all: Callable[[Sequence[float]], np.ndarray], count: int
-) -> list[float]:
-    """`evaluate.search_temperature` of N runs, which walk down the grid together, K at a time."""
-    found: dict[float, np.ndarray] = {}
-
-    def xe(i: int, temperature: float) -> float:
-        if temperature not in found:
-            first = evaluate.TEMPERATURES.index(temperature)
-            group = evaluate.TEMPERATURES[first : first + evaluate.AT_ONCE]
-            found.update(zip(group, evaluate_all(group).T, strict=True))
-        return found[temperature][i]
-
-    return [evaluate.search_temperature(functools.partial(xe, i)) for i in range(count)]
