@@ -69,7 +69,7 @@ SMALL = dict(
     evaluation=dict(softmax_temperature=1.0, train_windows=1),
 )
 SMALL_RANK, SMALL_GATE_RANK = 20, 64  # Where a variant sets nothing else.
-SMALL_RATE, SMALL_LSTM_RATE = 0.006, 0.008
+SMALL_RATE, SMALL_LSTM_RATE, SMALL_CHARACTER_RATE = 0.006, 0.008, 0.004
 TINY = dict(
     data=dict(batch_size=32, window=16),
     model=dict(hidden_size=16),
@@ -150,6 +150,8 @@ def get_config(variant=""):
     config.update(CONDITIONS[condition])
     if size and model == "factorised":
         config.model.gate_rank = SMALL_GATE_RANK
+    if size and condition == "characters":
+        config.optimizer.learning_rate = SMALL_CHARACTER_RATE
     config.update({"": {}, "small": SMALL, "tiny": TINY}[size])
     if size == "tiny":
         config.model.rank = min(config.model.rank, 4)
