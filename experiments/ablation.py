@@ -69,7 +69,11 @@ SMALL = dict(
     evaluation=dict(softmax_temperature=1.0, train_windows=1),
 )
 SMALL_RANK, SMALL_GATE_RANK = 20, 64  # Where a variant sets nothing else.
-SMALL_RATE, SMALL_LSTM_RATE, SMALL_CHARACTER_RATE = 0.006, 0.008, 0.004
+SMALL_RATE, SMALL_LSTM_RATE = 0.006, 0.008
+SMALL_CHARACTERS = dict(
+    optimizer=dict(learning_rate=0.004),
+    evaluation=dict(max_windows=200),  # A quarter of the text: there are five characters a word.
+)
 TINY = dict(
     data=dict(batch_size=32, window=16),
     model=dict(hidden_size=16),
@@ -150,9 +154,9 @@ def get_config(variant=""):
     config.update(CONDITIONS[condition])
     if size and model == "factorised":
         config.model.gate_rank = SMALL_GATE_RANK
-    if size and condition == "characters":
-        config.optimizer.learning_rate = SMALL_CHARACTER_RATE
     config.update({"": {}, "small": SMALL, "tiny": TINY}[size])
+    if size == "small" and condition == "characters":
+        config.update(SMALL_CHARACTERS)
     if size == "tiny":
         config.model.rank = min(config.model.rank, 4)
         config.model.gate_rank = min(config.model.gate_rank, 4)
