@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit("benchmarks.recurrence needs PyTorch: pip install 'mogrifier-jax[bench]'")
 
-NUM_STEPS = 5  # In one dispatch; a real run has 20 to 100.
+NUM_STEPS = 4  # In one dispatch; a real run has 20 to 100.
 LEARNING_RATE = 1e-4
 CLIP_NORM = 10.0
 BUSY = 0.5  # Load per core above which wall times are doubtful.
