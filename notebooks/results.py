@@ -78,11 +78,13 @@ for stem, rows in measured.items():
 # %% [markdown]
 # ## Learning curves
 #
-# Validation loss at the end of every turn, one line for each seed of the variants of the first set.
+# Validation loss at the end of every turn, one line for each seed of the variants of the ablation's
+# table, or of the first set if that was not run.
 
 # %%
-for stem, rows in list(measured.items())[:1]:
-    display(figures.draw_curves(rows, title=stem.replace("_", " ")))
+tables = [stem for stem in measured if stem.endswith("_table")]
+for stem in (tables or list(measured))[:1]:
+    display(figures.draw_curves(measured[stem], title=stem.replace("_", " ")))
 
 # %% [markdown]
 # ## Which claims hold?
