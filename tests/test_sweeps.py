@@ -1,6 +1,5 @@
 """Sweeps: every variant builds within its budget, runs once, goes on, and is compared."""
 
-import functools
 import json
 import math
 import os
@@ -102,8 +101,12 @@ def test_hypotheses_change_what_they_say():
     episodic = load("lstm,episodic")
     assert episodic.data.episodic and episodic.model.trainable_initial_state
     assert load("characters").data.name == "ptb_char"
-    small = [load(v).optimizer for v in ("lstm", "mogrifier", "mlstm", "full_rank")]
-    assert all(optimizer == small[0] for optimizer in small)
+    lstm, mlstm, *gated = (load(v).optimizer for v in ("lstm", "mlstm", "mogrifier", "full_rank"))
+    assert lstm == mlstm and gated[0] == gated[1]
+    rates = [optimizer.learning_rate for optimizer in (lstm, gated[0])]
+    assert rates == [0.008, 0.006]
+    gated[0].learning_rate = lstm.learning_rate
+    assert lstm == gated[0]
 
 
 @pytest.mark.slow
@@ -119,8 +122,9 @@ def test_variants_can_be_trained(variant):
     config = experiment.load_config(f"{ABLATION}:{variant},tiny")
     config.data.name = "pydoc"
     run = runs.make_run(config)
-    step = functools.partial(run.jit_steps(), num_steps=1)
-    state, found = jax.eval_shape(step, run.abstract_state(), run.task.stream, run.hyper)
+    state, found = run.jit_steps().eval_shape(
+        run.abstract_state(), run.task.stream, run.hyper, num_steps=1
+    )
     assert jax.tree.structure(state) == jax.tree.structure(run.abstract_state())
     assert set(found) >= {"loss_nats", "grad_norm"}
 
