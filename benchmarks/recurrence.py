@@ -86,8 +86,13 @@ def make_batch(size: Size) -> data.Window:
     return data.Window(tokens[:, :-1], tokens[:, 1:])
 
 
+def compiler_options(fast: bool) -> dict[str, str] | None:
+    """Those of training for the fast path; the plain one is what XLA makes of it by default."""
+    return runtime.compiler_options(jax.default_backend()) if fast else None
+
+
 def jax_step(size: Size, fast: bool) -> Callable[[], object]:
-    """Our whole train steps; the state moves on from call to call."""
+    """Our train steps, whole; the state moves on from call to call."""
     program = steps.Program(
         model=make_model(size, fast),
         optimizer=optim.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
@@ -95,8 +100,7 @@ def jax_step(size: Size, fast: bool) -> Callable[[], object]:
         batch_at=lambda stream, step: stream,
     )
     take = functools.partial(steps.train_steps, program=program, num_steps=NUM_STEPS)
-    options = runtime.compiler_options(jax.default_backend()) if fast else None
-    take = jax.jit(take, donate_argnums=0, compiler_options=options)
+    take = jax.jit(take, donate_argnums=0, compiler_options=compiler_options(fast))
     init = functools.partial(steps.init_state, program=program, batch_size=size.batch)
     state = jax.jit(init)(jax.random.key(0))
     hyper = steps.Hyperparameters(learning_rate=LEARNING_RATE, l2_penalty=0.0)
@@ -122,13 +126,12 @@ def jax_recurrence(size: Size, fast: bool) -> Callable[[], object]:
     def loss(params, xs):
         return jnp.square(stack.apply({"params": params}, carry, xs)[1]).sum()
 
-    options = runtime.compiler_options(jax.default_backend()) if fast else None
-    gradient = jax.jit(jax.grad(loss, (0, 1)), compiler_options=options)
+    gradient = jax.jit(jax.grad(loss, (0, 1)), compiler_options=compiler_options(fast))
     return lambda: jax.block_until_ready(gradient(params, xs))
 
 
 def torch_step(size: Size) -> Callable[[], object]:
-    """The whole train steps in PyTorch."""
+    """Train steps in PyTorch, whole."""
     layers = pytorch.make_layers(size.num_layers, size.hidden, size.rounds, size.rank)
     model = pytorch.LanguageModel(size.vocab, size.hidden, layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)

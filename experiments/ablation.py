@@ -72,7 +72,7 @@ SMALL_RANK, SMALL_GATE_RANK = 20, 64  # Where a variant sets nothing else.
 SMALL_RATE, SMALL_LSTM_RATE = 0.006, 0.008
 SMALL_CHARACTERS = dict(
     optimizer=dict(learning_rate=0.004),
-    evaluation=dict(max_windows=200),  # A quarter of the text: there are five characters a word.
+    evaluation=dict(max_windows=200),  # 112,000 characters, more than a quarter of the text.
 )
 TINY = dict(
     data=dict(batch_size=32, window=16),

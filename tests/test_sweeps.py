@@ -264,9 +264,12 @@ def test_a_run_beside_another_sees_its_own_cores_only(file, beside, tmp_path):
 
 
 def test_a_process_that_fails_ends_the_sweep_with_its_log(file, beside, tmp_path):
-    with pytest.raises(errors.UsageError, match=r"ended with code 1; the reason is in ") as error:
-        sweeps.run(file, "both", "1", str(tmp_path / "broken"), parallel=2)
-    assert "some reason" in pathlib.Path(str(error.value).rsplit(" in ")[-1]).read_text()
+    broken, words = tmp_path / "broken", r"ended with code 1; the reason is in .*log.txt"
+    with pytest.raises(errors.UsageError, match=words) as error:
+        sweeps.run(file, "both", "1", str(broken), parallel=2)
+    log = pathlib.Path(str(error.value).rsplit(" in ")[-1])
+    assert log in [broken / variant / "seed1" / "log.txt" for variant in "ab"]  # Which ends first.
+    assert "some reason" in log.read_text()
 
 
 def test_processes_that_are_stopped_are_left_for_the_next_time(file, beside, tmp_path):
