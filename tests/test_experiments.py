@@ -12,10 +12,12 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from mogrifier_jax import averaging, errors, experiment, optim, schedule, sizing
+from tests import resolved_configs
 
 ROOT = pathlib.Path(__file__).parents[1]
 TUNED = json.loads((ROOT / "tests" / "tuned_values.json").read_text())["experiments"]
 PAPER = json.loads((ROOT / "mogrifier_jax" / "paper_results.json").read_text())
+RESOLVED = json.loads(resolved_configs.PATH.read_text())
 CELLS = ("mogrifier", "lstm")
 VARIANTS = {
     "pydoc.py": (CELLS, ("", "tiny")),
@@ -242,3 +244,31 @@ def test_variants_come_in_any_order():
     assert experiment.choose("48m, lstm", *groups) == ("lstm", "48m", "")
     assert get_config("enwik8.py:tiny,48m,lstm") == get_config("enwik8.py:lstm,48m,tiny")
     assert get_config("enwik8.py:48m") != get_config("enwik8.py:96m") == get_config("enwik8.py")
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_every_recorded_key_keeps_its_value_and_type(name):
+    module, recorded = load(name), RESOLVED[name]
+    for variant in recorded["changes"]:
+        config = module.get_config(variant)
+        assert not resolved_configs.differences(config, recorded, variant), (
+            f"{name}:{variant} is not what it was. If CHANGELOG.md names this change, record it "
+            "with: python -m tests.resolved_configs"
+        )
+
+
+def test_only_added_keys_go_unnoticed_beside_recorded_ones():
+    recorded, config = RESOLVED["ptb.py"], get_config("ptb.py:lstm").unlock()
+    config.model.new_option, config.new_section = 3, config_dict.ConfigDict({"key": 1})
+    assert not resolved_configs.differences(config, recorded, "lstm")
+    assert "model.rounds" in resolved_configs.differences(config, recorded, "mogrifier")
+    config.model.output = "last"
+    del config.model["rank"], config.dropout["downprojected"]
+    config.model.rank, config.dropout.downprojected = 0.0, config_dict.placeholder(int)
+    del config.data["window"]
+    assert resolved_configs.differences(config, recorded, "lstm") == {
+        "model.output": ("str", "last"),
+        "model.rank": ("float", 0.0),
+        "dropout.downprojected": ("int", None),
+        "data.window": None,
+    }
