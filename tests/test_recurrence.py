@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from mogrifier_jax import cells, layers
+from mogrifier_jax import cells, layers, partitioning, recurrence
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
@@ -227,3 +227,52 @@ def test_remat_needs_less_memory():
         )
         needed[window] = memory.temp_size_in_bytes
     assert needed[16] < 0.5 * needed[None]
+
+
+# Gains and shifts of layer norm have a row for each gate, but they are not multiplied by.
+VECTORS = ("input_gain", "recurrent_gain", "shift")
+
+
+def matrices_of(tree):
+    """The leaves with two or more axes by their names."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    wide = [(path, leaf) for path, leaf in flat if leaf.ndim >= 2 and path[-1].key not in VECTORS]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in wide}
+
+
+def unknown_to_taps(weights):
+    """Matrices whose gradient would be summed up at its full size at every step back."""
+    weights = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), weights)
+    vectors = recurrence.Taps(weights, jnp.dtype(jnp.float32)).vectors
+    return [name for name in matrices_of(weights) if name in vectors]
+
+
+def unknown_to_partitioning(params):
+    """Matrices that would lie whole on every device, as their axes have no names."""
+    placed, _ = jax.tree_util.tree_flatten_with_path(
+        partitioning.shardings(params, partitioning.make_mesh(4, 2))
+    )
+    named_axes = {jax.tree_util.keystr(path): len(sharding.spec) for path, sharding in placed}
+    return [name for name, leaf in matrices_of(params).items() if named_axes[name] != leaf.ndim]
+
+
+@pytest.mark.parametrize("variant", reference.VARIANTS)
+def test_taps_and_logical_axes_know_every_matrix(variant):
+    cell = make_cell(variant, hidden_size=6)
+    declare = functools.partial(cell.init_with_output, input_size=D, method="weights")
+    weights, variables = jax.eval_shape(declare, jax.random.key(0))
+    scanned, _ = jax.eval_shape(cells.hoist, weights, jnp.zeros((T, B, D)))
+    params = variables["params"]
+    assert len(matrices_of(params)) == len(matrices_of(weights)) >= 2
+    assert unknown_to_taps(weights) == unknown_to_taps(scanned) == []
+    assert unknown_to_partitioning(params) == []
+    # A matrix of another name is seen.
+    known = "up" if "up" in params["gates"] else "recurrent"
+    renamed = {("state" if name == known else name): x for name, x in params["gates"].items()}
+    if known == "recurrent":
+        assert unknown_to_taps({**weights, "gates": renamed}) == ["['gates']['state']"]
+    assert unknown_to_partitioning({**params, "gates": renamed}) == ["['gates']['state']"]
+
+
+def test_every_cell_has_a_variant():
+    assert {name for name, _ in reference.VARIANTS.values()} == layers.CELLS.keys()
