@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from mogrifier_jax import averaging, data, flops, models, optim, runtime, steps
-from mogrifier_jax import stack as stacks
+from mogrifier_jax import averaging, data, flops, optim, runtime, steps
+from mogrifier_jax.nn import models
+from mogrifier_jax.nn import stack as stacks
 
 try:
     import torch

@@ -14,26 +14,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mogrifier_jax.layers import LSTMCell as LSTMCell
-    from mogrifier_jax.layers import MLSTMCell as MLSTMCell
-    from mogrifier_jax.layers import Mogrifier as Mogrifier
-    from mogrifier_jax.layers import MogrifierElmanCell as MogrifierElmanCell
-    from mogrifier_jax.layers import MogrifierGRUCell as MogrifierGRUCell
-    from mogrifier_jax.layers import MogrifierLSTMCell as MogrifierLSTMCell
-    from mogrifier_jax.models import LanguageModel as LanguageModel
+    from mogrifier_jax.nn.layers import LSTMCell as LSTMCell
+    from mogrifier_jax.nn.layers import MLSTMCell as MLSTMCell
+    from mogrifier_jax.nn.layers import Mogrifier as Mogrifier
+    from mogrifier_jax.nn.layers import MogrifierElmanCell as MogrifierElmanCell
+    from mogrifier_jax.nn.layers import MogrifierGRUCell as MogrifierGRUCell
+    from mogrifier_jax.nn.layers import MogrifierLSTMCell as MogrifierLSTMCell
+    from mogrifier_jax.nn.models import LanguageModel as LanguageModel
     from mogrifier_jax.trained import TrainedModel as TrainedModel
     from mogrifier_jax.trained import load as load
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LSTMCell": "layers",
-    "LanguageModel": "models",
-    "MLSTMCell": "layers",
-    "Mogrifier": "layers",
-    "MogrifierElmanCell": "layers",
-    "MogrifierGRUCell": "layers",
-    "MogrifierLSTMCell": "layers",
+    "LSTMCell": "nn.layers",
+    "LanguageModel": "nn.models",
+    "MLSTMCell": "nn.layers",
+    "Mogrifier": "nn.layers",
+    "MogrifierElmanCell": "nn.layers",
+    "MogrifierGRUCell": "nn.layers",
+    "MogrifierLSTMCell": "nn.layers",
     "TrainedModel": "trained",
     "load": "trained",
 }

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from mogrifier_jax import errors, models, tasks, vocabulary
+from mogrifier_jax import errors, tasks, vocabulary
+from mogrifier_jax.nn import models
 
 BINS = 60
 SATURATION = 0.1  # Of its range: a gate that is closer to an end of it is saturated.

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors, gradstats, models, montecarlo, passes, tasks
+from mogrifier_jax import errors, gradstats, montecarlo, passes, tasks
+from mogrifier_jax.nn import models
 
 BLOCK_BYTES = 1 << 31  # Memory of adaptations side by side, about, on each device.
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.

@@ -20,13 +20,13 @@ from mogrifier_jax import (
     errors,
     evaluate,
     losses,
-    models,
     passes,
     pretrained,
     report,
     tasks,
     texts,
 )
+from mogrifier_jax.nn import models
 
 NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}
 GATES = ("f", "i", "o")

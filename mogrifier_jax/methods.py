@@ -20,7 +20,6 @@ from mogrifier_jax import (
     errors,
     evaluate,
     gradstats,
-    models,
     montecarlo,
     partitioning,
     passes,
@@ -29,6 +28,7 @@ from mogrifier_jax import (
     tasks,
     texts,
 )
+from mogrifier_jax.nn import models
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks.

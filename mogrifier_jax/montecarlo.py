@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors, models, passes, tasks
+from mogrifier_jax import errors, passes, tasks
+from mogrifier_jax.nn import models
 
 AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")
 BLOCK_SIZE = 1 << 26  # Floats in flight of one block, about, on each device.

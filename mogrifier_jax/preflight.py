@@ -27,12 +27,12 @@ from mogrifier_jax import (
     compiled,
     errors,
     flops,
-    models,
     partitioning,
     progress,
     runs,
     targets,
 )
+from mogrifier_jax.nn import models
 
 _GIB = 1024**3
 

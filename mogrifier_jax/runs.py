@@ -18,7 +18,6 @@ from mogrifier_jax import (
     averaging,
     errors,
     evaluate,
-    models,
     optim,
     partitioning,
     runtime,
@@ -26,6 +25,7 @@ from mogrifier_jax import (
     steps,
     tasks,
 )
+from mogrifier_jax.nn import models
 
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mogrifier_jax import averaging, data, models, optim
+from mogrifier_jax import averaging, data, optim
+from mogrifier_jax.nn import models
 
 
 class Hyperparameters(NamedTuple):

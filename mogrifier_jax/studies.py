@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, models
+from mogrifier_jax import errors
+from mogrifier_jax.nn import models
 
 SCALES = ("linear", "log", "integer")
 # Traced numbers: trials that differ in nothing else run in the same program.

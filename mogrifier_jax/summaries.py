@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from mogrifier_jax import metrics, models, progress, steps
+from mogrifier_jax import metrics, progress, steps
+from mogrifier_jax.nn import models
 
 
 def describe_run(run: Any, state: steps.TrainState, workdir: str) -> str:

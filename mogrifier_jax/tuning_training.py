@@ -18,7 +18,6 @@ from ml_collections import config_dict
 from mogrifier_jax import (
     bookkeeping,
     errors,
-    models,
     partitioning,
     runs,
     runtime,
@@ -30,6 +29,7 @@ from mogrifier_jax import (
     trials,
     workdirs,
 )
+from mogrifier_jax.nn import models
 
 KEPT_PROGRAMS = 4  # Shapes whose compiled programs are kept for the next trial.
 

@@ -8,7 +8,7 @@ order, holds 0.5 sin(0.7 i + 1.3 n) at row-major index i.
 import jax.numpy as jnp
 import numpy as np
 
-from mogrifier_jax import models
+from mogrifier_jax.nn import models
 
 VOCAB, HIDDEN, STEPS, BATCH = 7, 5, 4, 2
 LENGTHS = np.array([4, 3])

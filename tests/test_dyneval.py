@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import data, dyneval, errors, gradstats, models, montecarlo, partitioning, tasks
+from mogrifier_jax import data, dyneval, errors, gradstats, montecarlo, partitioning, tasks
+from mogrifier_jax.nn import models
 from tests import golden
 
 SETTING = dyneval.Settings(learning_rate=1e-3, decay_rate=0.1, epsilon=1e-4)

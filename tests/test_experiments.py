@@ -11,7 +11,8 @@ import pytest
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from mogrifier_jax import averaging, errors, experiment, optim, schedule, sizing
+from mogrifier_jax import averaging, errors, experiment, optim, schedule
+from mogrifier_jax.nn import sizing
 from tests import resolved_configs
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, evaluate, models, montecarlo, partitioning, passes, tasks
+from mogrifier_jax import errors, evaluate, montecarlo, partitioning, passes, tasks
 from mogrifier_jax import vocabulary as vocabularies
+from mogrifier_jax.nn import models
 
 WINDOW, SAMPLES = 5, 6
 DROPOUT = models.Dropout(state=0.3, output=0.4)

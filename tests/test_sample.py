@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, models, pretrained, sample, vocabulary
+from mogrifier_jax import errors, pretrained, sample, vocabulary
+from mogrifier_jax.nn import models
 from tests import quick
 
 TEXT = "ab cd\nfish été\n"

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import averaging, data, models, optim, steps
+from mogrifier_jax import averaging, data, optim, steps
+from mogrifier_jax.nn import models
 from tests import golden, quick
 
 

@@ -14,13 +14,13 @@ from mogrifier_jax import (
     errors,
     experiment,
     figures,
-    models,
     partitioning,
     runs,
     sweeps,
     train,
 )
 from mogrifier_jax.experiment import Row, Set
+from mogrifier_jax.nn import models
 
 ROOT = pathlib.Path(__file__).parents[1]
 ABLATION = str(ROOT / "experiments" / "ablation.py")

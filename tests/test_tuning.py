@@ -21,7 +21,6 @@ from experiments import enwik8, ptb, pydoc, reverse_copy
 from mogrifier_jax import (
     errors,
     metrics,
-    models,
     options,
     pretrained,
     storages,
@@ -33,6 +32,7 @@ from mogrifier_jax import (
     tuning_training,
     workdirs,
 )
+from mogrifier_jax.nn import models
 from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, from_pytorch
+from mogrifier_jax import errors
+from mogrifier_jax.nn import from_pytorch
 from tests import quick
 
 T, B, D, H, K = 4, 3, 5, 6, 2

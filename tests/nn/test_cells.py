@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import cells, layers
+from mogrifier_jax.nn import cells, layers
 from tests import quick, reference
 
 T, B, D, H = 3, 2, 3, 4

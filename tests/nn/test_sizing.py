@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, layers, models, sizing
+from mogrifier_jax import errors
+from mogrifier_jax.nn import layers, models, sizing
 
-TUNED = json.loads((pathlib.Path(__file__).parent / "tuned_values.json").read_text())["experiments"]
+TUNED = json.loads((pathlib.Path(__file__).parents[1] / "tuned_values.json").read_text())[
+    "experiments"
+]
 COPY_TASK = dict(vocab_size=1003, num_layers=1, rounds=0, encoder_decoder=True)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from mogrifier_jax import cells, errors, models
-from mogrifier_jax import stack as stacks
+from mogrifier_jax import errors
+from mogrifier_jax.nn import cells, models
+from mogrifier_jax.nn import stack as stacks
 from tests import golden, quick, reference
 
 V, H, E, T, B = 7, 5, 3, 6, 2

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax import cells, stack
+from mogrifier_jax.nn import cells, stack
 
 Dtype = Any
 

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax import cells, layers
+from mogrifier_jax.nn import cells, layers
 
 Dtype = Any
 check = layers.check

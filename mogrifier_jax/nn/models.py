@@ -13,8 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax import cells, layers, sizing, softmax, stack
-from mogrifier_jax.stack import Dropout
+from mogrifier_jax.nn import cells, layers, sizing, softmax, stack
+from mogrifier_jax.nn.stack import Dropout
 
 Dtype = Any
 check = layers.check

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mogrifier_jax import errors, layers
+from mogrifier_jax import errors
+from mogrifier_jax.nn import layers
 
 # PyTorch's blocks are i, f, g, o; ours are j (its g), o, f, i.
 _GATES = [2, 3, 1, 0]

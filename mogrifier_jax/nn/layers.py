@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from mogrifier_jax import cells, errors, recurrence
+from mogrifier_jax import errors
+from mogrifier_jax.nn import cells, recurrence
 
 Dtype = Any
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import cells, errors, layers, sizing
+from mogrifier_jax import errors
+from mogrifier_jax.nn import cells, layers, sizing
 from tests import quick, reference
 
 T, B, D, H = 5, 3, 4, 6

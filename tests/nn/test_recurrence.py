@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from mogrifier_jax import cells, layers, partitioning, recurrence
+from mogrifier_jax import partitioning
+from mogrifier_jax.nn import cells, layers, recurrence
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
