@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from mogrifier_jax import averaging, data, flops, optim, runtime, steps
+from mogrifier_jax import averaging, flops, optim, runtime, steps
+from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models
 from mogrifier_jax.nn import stack as stacks
 
@@ -81,10 +82,10 @@ def make_model(size: Size, fast: bool) -> models.LanguageModel:
     )
 
 
-def make_batch(size: Size) -> data.Window:
+def make_batch(size: Size) -> streams.Window:
     """Random tokens."""
     tokens = jax.random.randint(jax.random.key(0), (size.batch, size.window + 1), 0, size.vocab)
-    return data.Window(tokens[:, :-1], tokens[:, 1:])
+    return streams.Window(tokens[:, :-1], tokens[:, 1:])
 
 
 def compiler_options(fast: bool) -> dict[str, str] | None:

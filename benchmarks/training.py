@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from mogrifier_jax import averaging, data, runs, steps
+from mogrifier_jax import averaging, runs, steps
+from mogrifier_jax.data import streams
 
 
 def load_config(name: str):
@@ -56,7 +57,7 @@ def make_contenders(run: runs.Run, num_steps: int) -> dict:
     def feed(stream, key):
         def body(total, index):
             batch = run.task.batch_at(stream, index)
-            kept = data.keep_state(key, index, batch_size, 0.01)
+            kept = streams.keep_state(key, index, batch_size, 0.01)
             # Every token has to be there, or the compiler would leave its lookup out.
             return total + batch.inputs.sum() + batch.targets.sum() + kept.sum(), None
 

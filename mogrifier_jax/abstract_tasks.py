@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import corpora, data, episodes, tasks
+from mogrifier_jax.data import corpora, episodes, streams, tasks
 
 
 class Size(NamedTuple):
@@ -61,10 +61,10 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
         batch_at = functools.partial(episodes.train_lines, batch_size=batch_size, window=window)
     else:
         stripes = leaf(batch_size, axes=["data"])
-        stream = data.TrainStream(
+        stream = streams.TrainStream(
             line_starts=leaf(size.lines), stripes=stripes, bases=stripes, **shared
         )
-        batch_at = functools.partial(data.train_window, window=window)
+        batch_at = functools.partial(streams.train_window, window=window)
     vocabulary: Any = range(size.vocabulary)  # Only its length is asked for.
     plan: Any = None
     return tasks.Task(

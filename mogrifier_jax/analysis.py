@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from mogrifier_jax import errors, tasks, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import tasks, vocabulary
 from mogrifier_jax.nn import models
 
 BINS = 60

@@ -20,7 +20,8 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import experiment, figures, metrics, progress, vocabulary, workdirs
+from mogrifier_jax import experiment, figures, metrics, progress, workdirs
+from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
 
 SPLITS = ("valid", "test")

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from mogrifier_jax import errors, metrics, partitioning, steps, tasks
+from mogrifier_jax import errors, metrics, partitioning, steps
+from mogrifier_jax.data import tasks
 
 # lamb's grid of multipliers on the logits, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))

@@ -17,7 +17,8 @@ import numpy as np
 import tqdm
 from absl import logging
 
-from mogrifier_jax import errors, leaves, tasks
+from mogrifier_jax import errors, leaves
+from mogrifier_jax.data import tasks
 
 BATCH_SIZE, MAX_WINDOWS = 1024, 500  # As in the paper.
 

@@ -16,16 +16,15 @@ from absl import logging
 from mogrifier_jax import (
     analysis,
     comparisons,
-    corpora,
     errors,
     evaluate,
     losses,
     passes,
     pretrained,
     report,
-    tasks,
     texts,
 )
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.nn import models
 
 NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}

@@ -25,9 +25,9 @@ from mogrifier_jax import (
     passes,
     pretrained,
     runs,
-    tasks,
     texts,
 )
+from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")

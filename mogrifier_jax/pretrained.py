@@ -9,7 +9,8 @@ from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
-from mogrifier_jax import averaging, checkpoints, errors, partitioning, vocabulary, workdirs
+from mogrifier_jax import averaging, checkpoints, errors, partitioning, workdirs
+from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
 
 

@@ -14,17 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import (
-    averaging,
-    errors,
-    evaluate,
-    optim,
-    partitioning,
-    runtime,
-    schedule,
-    steps,
-    tasks,
-)
+from mogrifier_jax import averaging, errors, evaluate, optim, partitioning, runtime, schedule, steps
+from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 
 # What may differ when a run is resumed, as it does not move its numbers.

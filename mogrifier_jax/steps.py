@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mogrifier_jax import averaging, data, optim
+from mogrifier_jax import averaging, optim
+from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models
 
 
@@ -137,7 +138,7 @@ def reset_stripes(carry: Any, key: jax.Array, step: jax.Array, probability: Any)
     leaves = jax.tree.leaves(carry)
     if not leaves:
         return carry
-    keep = data.keep_state(key, step, leaves[0].shape[0], probability)
+    keep = streams.keep_state(key, step, leaves[0].shape[0], probability)
     return jax.tree.map(lambda a: jnp.where(keep[:, None], a, jnp.zeros_like(a)), carry)
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from mogrifier_jax import errors, pretrained, tasks, vocabulary
+from mogrifier_jax import errors, pretrained
+from mogrifier_jax.data import tasks, vocabulary
 
 
 class Texts(NamedTuple):

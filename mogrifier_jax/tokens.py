@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mogrifier_jax import errors, passes, vocabulary
+from mogrifier_jax import errors, passes
+from mogrifier_jax.data import vocabulary
 
 
 def write_tokens(

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from ml_collections import config_dict
 
-from mogrifier_jax import checkpoints, errors, metrics, pretrained, sample, vocabulary
+from mogrifier_jax import checkpoints, errors, metrics, pretrained, sample
+from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
 
 WINDOW = 64  # Tokens of one dispatch.

@@ -24,11 +24,11 @@ from mogrifier_jax import (
     stacked,
     stacked_train,
     studies,
-    tasks,
     train,
     trials,
     workdirs,
 )
+from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 
 KEPT_PROGRAMS = 4  # Shapes whose compiled programs are kept for the next trial.

@@ -18,15 +18,8 @@ from IPython.display import Markdown
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 import mogrifier_jax
-from mogrifier_jax import (
-    comparisons,
-    corpora,
-    experiment,
-    gate_plots,
-    inspection,
-    losses,
-    train,
-)
+from mogrifier_jax import comparisons, experiment, gate_plots, inspection, losses, train
+from mogrifier_jax.data import corpora
 
 QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Seconds instead of minutes: for tests.
 RUNS = pathlib.Path(os.environ.get("MOGRIFIER_RUNS", "../runs"))

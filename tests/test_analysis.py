@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import analysis, errors, gate_plots, losses, passes, tasks, vocabulary
+from mogrifier_jax import analysis, errors, gate_plots, losses, passes
+from mogrifier_jax.data import tasks, vocabulary
 from mogrifier_jax.nn import models
 from tests import quick
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import data, dyneval, errors, gradstats, montecarlo, partitioning, tasks
+from mogrifier_jax import dyneval, errors, gradstats, montecarlo, partitioning
+from mogrifier_jax.data import streams, tasks
 from mogrifier_jax.nn import models
 from tests import golden
 
@@ -35,7 +36,7 @@ def make_plan(inputs, targets):
 
 
 def at(stream, index):
-    return data.Window(stream[0][index], stream[1][index])
+    return streams.Window(stream[0][index], stream[1][index])
 
 
 def statistics_plan():
@@ -216,7 +217,7 @@ def test_stripes_without_lines_do_not_dilute_the_statistics():
     def padded(stream, index):
         window = at(stream, index)
         inputs, targets = (jnp.pad(a, ((0, 3), (0, 0))) for a in window[:2])
-        return data.Window(inputs, targets, jnp.array([4, 4, 0, 0, 0]))
+        return streams.Window(inputs, targets, jnp.array([4, 4, 0, 0, 0]))
 
     wide = gradstats.gradient_statistics(
         model, params, plan._replace(batch_at=padded, batch_size=5)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, evaluate, montecarlo, partitioning, passes, tasks
-from mogrifier_jax import vocabulary as vocabularies
+from mogrifier_jax import errors, evaluate, montecarlo, partitioning, passes
+from mogrifier_jax.data import tasks
+from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.nn import models
 
 WINDOW, SAMPLES = 5, 6

@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from experiments import pydoc
-from mogrifier_jax import corpora, errors, evaluate, partitioning, runs, vocabulary
+from mogrifier_jax import errors, evaluate, partitioning, runs
+from mogrifier_jax.data import corpora, vocabulary
 
 
 @pytest.fixture(autouse=True, scope="module")

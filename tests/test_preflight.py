@@ -13,15 +13,8 @@ import pathlib
 import jax
 import pytest
 
-from mogrifier_jax import (
-    abstract_tasks,
-    corpora,
-    errors,
-    partitioning,
-    preflight,
-    targets,
-    tasks,
-)
+from mogrifier_jax import abstract_tasks, errors, partitioning, preflight, targets
+from mogrifier_jax.data import corpora, tasks
 
 ROOT = pathlib.Path(__file__).parents[1]
 INSTALLED = {

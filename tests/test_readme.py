@@ -18,7 +18,8 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import pydoc
-from mogrifier_jax import corpora, errors, experiment, launch, main, methods, options
+from mogrifier_jax import errors, experiment, launch, main, methods, options
+from mogrifier_jax.data import corpora
 from tests import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]

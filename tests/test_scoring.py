@@ -10,7 +10,6 @@ import pytest
 from experiments import pydoc
 from mogrifier_jax import (
     checkpoints,
-    corpora,
     errors,
     methods,
     options,
@@ -25,8 +24,9 @@ from mogrifier_jax import (
     train,
     workdirs,
 )
-from mogrifier_jax import vocabulary as vocabularies
-from mogrifier_jax.datasets import text as local_text
+from mogrifier_jax.data import corpora
+from mogrifier_jax.data import vocabulary as vocabularies
+from mogrifier_jax.data.datasets import text as local_text
 
 # The end, where valid and test are, is monotonous: adapting to it helps.
 TEXT = "".join(f"{'abcdefgh'[i % 8] * (i % 5 + 1)} {'xyz'[i % 3]}\n" for i in range(110))

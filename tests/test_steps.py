@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import averaging, data, optim, steps
+from mogrifier_jax import averaging, optim, steps
+from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models
 from tests import golden, quick
 
@@ -43,7 +44,7 @@ def make_case(case, optimizer="adam", clip_norm=0.5, **options):
 def losses_of_lamb(case, num_steps, **hyper):
     """Mean over stripes of the nats of the batch before each of the updates."""
     program, params, step = make_case(case)
-    batch = data.Window(*map(jnp.asarray, golden.batch()), jnp.asarray(golden.LENGTHS))
+    batch = streams.Window(*map(jnp.asarray, golden.batch()), jnp.asarray(golden.LENGTHS))
     zeros = program.model.zero_carry(golden.BATCH)
     state = make_state(program, params, zeros)
     losses = []
@@ -70,7 +71,7 @@ def accumulated(reduce, groups, l2_penalty=0.5):
     """Gradients, metrics and carry of one step of plain SGD on eight stripes."""
     program, params, step = make_case("D", "sgd", None, accumulate=groups, accumulate_reduce=reduce)
     lengths = jnp.array([4, 3, 4, 4, 1, 4, 2, 4])
-    batch = data.Window(*map(jnp.asarray, golden.batch(batch_size=8)), lengths)
+    batch = streams.Window(*map(jnp.asarray, golden.batch(batch_size=8)), lengths)
     carry = jax.tree.map(
         lambda a: a + jnp.linspace(-0.5, 0.5, 8)[:, None].astype(a.dtype),
         program.model.zero_carry(8),
@@ -131,7 +132,7 @@ class SmallModel:
         )
         self.state = self.init(key, batch_size=4)
         tokens = jax.random.randint(key, (4, 6), 0, 11)
-        self.batch = data.Window(tokens[:, :-1], tokens[:, 1:])
+        self.batch = streams.Window(tokens[:, :-1], tokens[:, 1:])
         self.step = jit_step(self.program)
         self.hyper = steps.Hyperparameters(0.01, 1e-3, 0.01, models.Dropout(0.1, None, 0.2, 0.3))
 

@@ -23,7 +23,6 @@ from ml_collections import config_dict
 from experiments import pydoc
 from mogrifier_jax import (
     checkpoints,
-    corpora,
     errors,
     evaluate,
     metrics,
@@ -32,6 +31,7 @@ from mogrifier_jax import (
     train,
     workdirs,
 )
+from mogrifier_jax.data import corpora
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from experiments import text as experiment
-from mogrifier_jax import averaging, checkpoints, vocabulary, workdirs
+from mogrifier_jax import averaging, checkpoints, workdirs
+from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
 from tests import quick
 

@@ -2,7 +2,7 @@
 
 import tensorflow_datasets as tfds
 
-from mogrifier_jax.datasets import base, sources
+from mogrifier_jax.data.datasets import base, sources
 
 LANGUAGES = ("en", "fi")
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, tasks
+from mogrifier_jax import errors
+from mogrifier_jax.data import tasks
 
 KEY = jax.random.key(0)
 

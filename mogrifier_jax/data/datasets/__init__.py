@@ -1,12 +1,12 @@
 """TFDS builders, one file per corpus; importing this package registers them.
 
-    import mogrifier_jax.datasets
+    import mogrifier_jax.data.datasets
     tfds.data_source("ptb", split="train", data_dir=...)
 
 No builder needs TensorFlow. `corpora.py` turns what they store into ids.
 """
 
-from mogrifier_jax.datasets import enwik8, mwc, ptb, ptb_char, text, wikitext2
+from mogrifier_jax.data.datasets import enwik8, mwc, ptb, ptb_char, text, wikitext2
 
 BUILDERS = {
     "ptb": ptb.Ptb,

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import vocabulary
 
 MAX_JITTER = 100  # Lines, to either side of a stripe's base.
 MAX_TOKENS = 2**31 - 2**20  # Positions are int32, with room for one window.

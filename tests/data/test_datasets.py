@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from mogrifier_jax import corpora, datasets, errors
-from mogrifier_jax.datasets import base, enwik8, mwc, ptb, sources
+from mogrifier_jax import errors
+from mogrifier_jax.data import corpora, datasets
+from mogrifier_jax.data.datasets import base, enwik8, mwc, ptb, sources
 
 TEXTS = {"ptb.train.txt": b" a b <unk>\n c\n", "ptb.valid.txt": b" a\n", "ptb.test.txt": b" b z\n"}
 REAL = os.environ.get("MOGRIFIER_DATA_DIR")
@@ -245,7 +246,7 @@ def start_python(script, *arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=pathlib.Path(__file__).parents[1],
+        cwd=pathlib.Path(__file__).parents[2],
     )
 
 

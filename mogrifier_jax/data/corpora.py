@@ -14,10 +14,11 @@ from collections.abc import Callable
 import tqdm
 from etils import epath
 
-from mogrifier_jax import datasets, errors
-from mogrifier_jax import vocabulary as vocabularies
-from mogrifier_jax.datasets import base, mwc
-from mogrifier_jax.datasets import text as local_text
+from mogrifier_jax import errors
+from mogrifier_jax.data import datasets
+from mogrifier_jax.data import vocabulary as vocabularies
+from mogrifier_jax.data.datasets import base, mwc
+from mogrifier_jax.data.datasets import text as local_text
 
 SOURCE_VARIABLE = "MOGRIFIER_DATA_DIR"
 CACHE_VARIABLE = "MOGRIFIER_CACHE_DIR"

@@ -6,8 +6,9 @@ import pathlib
 
 import tensorflow_datasets as tfds
 
-from mogrifier_jax import errors, vocabulary
-from mogrifier_jax.datasets import base
+from mogrifier_jax import errors
+from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data.datasets import base
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mogrifier_jax import corpora, data, episodes, errors, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import corpora, episodes, streams, vocabulary
 
 
 class Plan(NamedTuple):
@@ -73,11 +74,11 @@ def plan_text(
     mesh: Mesh | None = None,
 ) -> Plan:
     """Any encoded text as stripes of a stream; over a mesh, empty stripes fill it up."""
-    stream = data.make_eval_stream(encoded, num_stripes, eos_id, mesh)
+    stream = streams.make_eval_stream(encoded, num_stripes, eos_id, mesh)
     return Plan(
         stream,
-        functools.partial(data.eval_window, window=window),
-        data.num_windows(encoded, num_stripes, window=window),
+        functools.partial(streams.eval_window, window=window),
+        streams.num_windows(encoded, num_stripes, window=window),
         stream.begins.shape[0],
         carries=True,
     )
@@ -94,8 +95,8 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
         corpus.unit,
         encoder_decoder=False,
         carries=True,
-        stream=data.make_train_stream(corpus.train, batch_size, key, eos, mesh),
-        batch_at=functools.partial(data.train_window, window=window),
+        stream=streams.make_train_stream(corpus.train, batch_size, key, eos, mesh),
+        batch_at=functools.partial(streams.train_window, window=window),
         plan=plan,
         num_lines=lambda split: len(getattr(corpus, split).line_starts),
         summary=_describe(corpus),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import data, episodes, errors, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import episodes, streams, vocabulary
 
 LINES = ["a b c", "", "d", "e f g h i j", "a a"]
 
@@ -105,7 +106,7 @@ def test_training_lines_follow_the_shuffled_order(corpus):
     in_order = episodes.eval_lines(stream, 0, batch_size=5, window=7)
     for index in range(5):
         batch = read(stream, index)
-        for name in data.Window._fields:
+        for name in streams.Window._fields:
             expected = np.asarray(getattr(in_order, name))[order[index]]
             np.testing.assert_array_equal(getattr(batch, name), expected)
     assert order.reshape(-1)[:5].tolist() != [0, 1, 2, 3, 4]

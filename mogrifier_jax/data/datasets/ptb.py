@@ -1,6 +1,6 @@
 """Penn Treebank at word level, as preprocessed by Mikolov et al."""
 
-from mogrifier_jax.datasets import base, sources
+from mogrifier_jax.data.datasets import base, sources
 
 ARCHIVES = ("simple-examples.tgz",)
 ARCHIVE_URLS = (

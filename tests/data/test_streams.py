@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mogrifier_jax import data, errors, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import streams, vocabulary
 
 EOS = 9
 
@@ -56,7 +57,7 @@ def simulate_train(lines, base, batch_size, draw, window, num_windows):
 
 
 def read_windows(stream, window, indices):
-    take = functools.partial(data.train_window, window=window)
+    take = functools.partial(streams.train_window, window=window)
     return jax.jit(jax.vmap(take, in_axes=(None, 0)))(stream, jnp.asarray(indices))
 
 
@@ -78,11 +79,11 @@ def mesh():
 )
 def test_training_windows_equal_the_simulation(num_lines, batch_size, window, num_windows):
     lines, split = make_split(num_lines, num_lines)
-    stream = data.make_train_stream(split, batch_size, jax.random.key(num_lines), EOS)
+    stream = streams.make_train_stream(split, batch_size, jax.random.key(num_lines), EOS)
     base = int(stream.bases[0])
     num_turns = window * num_windows // len(split.tokens) + 2
     stripes, turns = jnp.arange(batch_size), jnp.arange(num_turns)
-    draw_all = jax.vmap(jax.vmap(data.draw_jitter, (None, None, 0)), (None, 0, None))
+    draw_all = jax.vmap(jax.vmap(streams.draw_jitter, (None, None, 0)), (None, 0, None))
     draws = np.asarray(jax.jit(draw_all)(stream.key, stripes, turns))
     assert num_turns >= 3
 
@@ -103,16 +104,16 @@ def test_training_windows_equal_the_simulation(num_lines, batch_size, window, nu
 
 def test_all_stripes_start_at_equal_numbers_of_lines():
     _, split = make_split(0, 103)
-    bases = np.asarray(data.make_train_stream(split, 10, jax.random.key(3), EOS).bases)
+    bases = np.asarray(streams.make_train_stream(split, 10, jax.random.key(3), EOS).bases)
     np.testing.assert_array_equal((bases - bases[0]) % 103, [i * 103 // 10 for i in range(10)])
     others = {
-        int(data.make_train_stream(split, 10, jax.random.key(k), EOS).bases[0]) for k in range(9)
+        int(streams.make_train_stream(split, 10, jax.random.key(k), EOS).bases[0]) for k in range(9)
     }
     assert len(others) > 5
 
 
 def test_jitter_is_uniform_from_minus_to_plus_100_and_drawn_for_each_stripe_and_pass():
-    draw = jax.vmap(jax.vmap(data.draw_jitter, (None, None, 0)), (None, 0, None))
+    draw = jax.vmap(jax.vmap(streams.draw_jitter, (None, None, 0)), (None, 0, None))
     draws = np.asarray(jax.jit(draw)(jax.random.key(0), jnp.arange(200), jnp.arange(500)))
     values, counts = np.unique(draws, return_counts=True)
     np.testing.assert_array_equal(values, np.arange(-100, 101))
@@ -123,7 +124,7 @@ def test_jitter_is_uniform_from_minus_to_plus_100_and_drawn_for_each_stripe_and_
 
 def test_any_order_of_reading_gives_the_same_windows():
     _, split = make_split(1, 50)
-    stream = data.make_train_stream(split, 4, jax.random.key(1), EOS)
+    stream = streams.make_train_stream(split, 4, jax.random.key(1), EOS)
     windows = read_windows(stream, 8, np.arange(30))
     backwards = read_windows(stream, 8, np.arange(30)[::-1])
     np.testing.assert_array_equal(windows.targets, backwards.targets[::-1])
@@ -133,8 +134,8 @@ def test_any_order_of_reading_gives_the_same_windows():
 
 def test_positions_beyond_two_to_the_31_are_exact():
     rng = np.random.default_rng(0)
-    divide = jax.jit(data.divmod_product, static_argnums=(1, 2))
-    for factor, modulus in [(500, 90_000_001), (71, 5), (100_003, data.MAX_TOKENS), (1, 1)]:
+    divide = jax.jit(streams.divmod_product, static_argnums=(1, 2))
+    for factor, modulus in [(500, 90_000_001), (71, 5), (100_003, streams.MAX_TOKENS), (1, 1)]:
         indices = [0, 1, 2**31 - 1, *rng.integers(0, 2**31, 20).tolist()]
         quotients, remainders = divide(np.array(indices, np.int32), factor, modulus)
         expected = [divmod(i * factor, modulus) for i in indices]
@@ -147,12 +148,12 @@ def test_positions_beyond_two_to_the_31_are_exact():
 def test_a_window_far_into_training_equals_its_definition():
     _, split = make_split(2, 1000, longest=30)
     total, window, index = len(split.tokens), 500, 2**31 - 5
-    stream = data.make_train_stream(split, 3, jax.random.key(2), EOS)
+    stream = streams.make_train_stream(split, 3, jax.random.key(2), EOS)
     (targets,) = read_windows(stream, window, [index]).targets
     for i in range(3):
         for t in (0, 1, 250, 499):
             turn, offset = divmod(index * window + t, total)
-            jitter = data.draw_jitter(stream.key, i, np.uint32(turn))
+            jitter = streams.draw_jitter(stream.key, i, np.uint32(turn))
             start = split.line_starts[(int(stream.bases[i]) + int(jitter)) % 1000]
             assert int(targets[i, t]) == split.tokens[(start + offset) % total]
 
@@ -166,21 +167,21 @@ def collectives(compiled):
 def test_each_device_computes_its_own_stripes_without_communication(mesh):
     _, split = make_split(3, 400)
     _, valid = make_split(4, 90)
-    alone = data.make_train_stream(split, 8, jax.random.key(5), EOS)
-    stream = data.make_train_stream(split, 8, jax.random.key(5), EOS, mesh)
-    eval_alone = data.make_eval_stream(valid, 10, EOS)
-    eval_stream = data.make_eval_stream(valid, 10, EOS, mesh)
+    alone = streams.make_train_stream(split, 8, jax.random.key(5), EOS)
+    stream = streams.make_train_stream(split, 8, jax.random.key(5), EOS, mesh)
+    eval_alone = streams.make_eval_stream(valid, 10, EOS)
+    eval_stream = streams.make_eval_stream(valid, 10, EOS, mesh)
     assert eval_stream.begins.shape == (12,)  # Filled up to a multiple of four.
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
     def read(stream, eval_stream, index):
-        window = data.train_window(stream, index, window=16)
-        kept = data.keep_state(stream.key, index, 8, 0.3)
-        return window, data.eval_window(eval_stream, index, window=16), kept
+        window = streams.train_window(stream, index, window=16)
+        kept = streams.keep_state(stream.key, index, 8, 0.3)
+        return window, streams.eval_window(eval_stream, index, window=16), kept
 
     compiled = jax.jit(read, out_shardings=rows).lower(stream, eval_stream, 3).compile()
     assert collectives(compiled) == []
-    total = jax.jit(lambda s: data.train_window(s, 3, window=16).targets.sum())
+    total = jax.jit(lambda s: streams.train_window(s, 3, window=16).targets.sum())
     assert collectives(total.lower(stream).compile()) == ["all-reduce"]  # Control.
 
     window, eval_window, kept = compiled(stream, eval_stream, 3)
@@ -195,8 +196,8 @@ def test_each_device_computes_its_own_stripes_without_communication(mesh):
 @pytest.mark.slow
 def test_stripes_may_be_taken_apart():
     _, split = make_split(6, 200)
-    stream = data.make_train_stream(split, 6, jax.random.key(0), EOS)
-    read = jax.jit(functools.partial(data.train_window, window=12))
+    stream = streams.make_train_stream(split, 6, jax.random.key(0), EOS)
+    read = jax.jit(functools.partial(streams.train_window, window=12))
     some = stream._replace(stripes=stream.stripes[4:], bases=stream.bases[4:])
     whole = read(stream, 40).targets
     np.testing.assert_array_equal(read(some, 40).targets, whole[4:])
@@ -205,12 +206,12 @@ def test_stripes_may_be_taken_apart():
 
 def test_trials_may_be_vectorised():
     _, split = make_split(7, 200)
-    trials = [data.make_train_stream(split, 4, jax.random.key(k), EOS) for k in range(3)]
+    trials = [streams.make_train_stream(split, 4, jax.random.key(k), EOS) for k in range(3)]
     stacked = trials[0]._replace(
         bases=jnp.stack([t.bases for t in trials]), key=jnp.stack([t.key for t in trials])
     )
-    axes = data.TrainStream(None, None, None, 0, 0, None)
-    read = functools.partial(data.train_window, window=10)
+    axes = streams.TrainStream(None, None, None, 0, 0, None)
+    read = functools.partial(streams.train_window, window=10)
     windows = jax.jit(jax.vmap(read, in_axes=(axes, None)))(stacked, 99)
     read = jax.jit(read)
     for i, trial in enumerate(trials):
@@ -222,17 +223,17 @@ def test_trials_may_be_vectorised():
 def test_ten_line_example():
     vocab = vocabulary.Vocabulary.from_tokens([f"w{i}" for i in range(10)], "word")
     split = vocab.encode_split("".join(f"w{i}\n" for i in range(10)))
-    stream = data.make_eval_stream(split, 3, vocab.eos_id)
+    stream = streams.make_eval_stream(split, 3, vocab.eos_id)
 
     def spell(row, length=4):
         return " ".join(vocab.tokens[i] for i in row[:length])
 
-    assert data.num_windows(split, 3, window=4) == 2
-    first = data.eval_window(stream, 0, window=4)
+    assert streams.num_windows(split, 3, window=4) == 2
+    first = streams.eval_window(stream, 0, window=4)
     assert [spell(row) for row in first.targets] == ["w0 ▼ w1 ▼", "w3 ▼ w4 ▼", "w6 ▼ w7 ▼"]
     assert [spell(row) for row in first.inputs] == ["▼ w0 ▼ w1", "▼ w3 ▼ w4", "▼ w6 ▼ w7"]
     assert first.lengths.tolist() == [4, 4, 4]
-    second = data.eval_window(stream, 1, window=4)
+    second = streams.eval_window(stream, 1, window=4)
     rows = [spell(*pair) for pair in zip(second.targets, second.lengths, strict=True)]
     assert rows == ["w2 ▼", "w5 ▼", "w8 ▼ w9 ▼"]
     assert second.lengths.tolist() == [2, 2, 4]
@@ -243,12 +244,12 @@ def test_ten_line_example():
 def test_evaluation_windows_equal_the_simulation(num_lines, num_stripes):
     lines, split = make_split(num_lines, num_lines)
     window, n = 6, num_lines
-    num_windows = data.num_windows(split, num_stripes, window=window)
+    num_windows = streams.num_windows(split, num_stripes, window=window)
     stripes = [lines[i * n // num_stripes : (i + 1) * n // num_stripes] for i in range(num_stripes)]
     expected = [take_windows(iter(s), window, num_windows + 1) for s in stripes if s]
-    stream = data.make_eval_stream(split, num_stripes, EOS)
+    stream = streams.make_eval_stream(split, num_stripes, EOS)
     assert stream.begins.shape == (min(num_lines, num_stripes),)
-    read = jax.jit(functools.partial(data.eval_window, window=window))
+    read = jax.jit(functools.partial(streams.eval_window, window=window))
     targets = []
     for index in range(num_windows + 1):
         inputs, targets_, lengths = read(stream, index)
@@ -262,7 +263,7 @@ def test_evaluation_windows_equal_the_simulation(num_lines, num_stripes):
 
 
 def test_states_are_dropped_at_random_but_never_before_the_first_window():
-    keep = jax.jit(data.keep_state, static_argnums=2)
+    keep = jax.jit(streams.keep_state, static_argnums=2)
     key = jax.random.key(0)
     assert keep(key, 0, 1000, 1.0).all() and not keep(key, 1, 1000, 1.0).any()
     assert keep(key, 1, 1000, 0.0).all()
@@ -277,11 +278,11 @@ def test_bad_requests_are_refused(mesh):
     key = jax.random.key(0)
     for batch_size in (0, 21):
         with pytest.raises(errors.UsageError, match=f"batch_size {batch_size} .* 20 lines"):
-            data.make_train_stream(split, batch_size, key, EOS)
+            streams.make_train_stream(split, batch_size, key, EOS)
     with pytest.raises(errors.UsageError, match=r"batch_size 6 .* data axis \(4\)"):
-        data.make_train_stream(split, 6, key, EOS, mesh)
+        streams.make_train_stream(split, 6, key, EOS, mesh)
     with pytest.raises(errors.UsageError, match="at least one"):
-        data.make_eval_stream(split, 0, EOS)
+        streams.make_eval_stream(split, 0, EOS)
     empty = vocabulary.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
     with pytest.raises(errors.UsageError, match="0 tokens"):
-        data.make_train_stream(empty, 1, key, EOS)
+        streams.make_train_stream(empty, 1, key, EOS)

@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 from etils import epath
 
 from mogrifier_jax import errors
-from mogrifier_jax.datasets import sources
+from mogrifier_jax.data.datasets import sources
 
 SPLITS = ("train", "valid", "test")
 _RECORD_BYTES = 1 << 20

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mogrifier_jax import data, errors, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import streams, vocabulary
 
 NUM_ROUNDS = 96  # Of the shuffle: several times log2(N) for any N in use.
 SPLITS = ("train", "valid", "test")
@@ -75,7 +76,7 @@ def make_line_stream(
     if not len(split.tokens):
         raise errors.UsageError("a split without lines has no examples; give it some text")
     bounds = np.append(split.line_starts, len(split.tokens)).astype(np.int32)
-    return data.place(
+    return streams.place(
         LineStream, mesh, tokens=split.tokens, bounds=bounds, key=key, eos=np.int32(eos_id)
     )
 
@@ -87,7 +88,7 @@ def limit_window(split: vocabulary.EncodedSplit, window: int) -> int:
 
 def train_lines(
     stream: LineStream, index: jax.Array | int, *, batch_size: int, window: int
-) -> data.Window:
+) -> streams.Window:
     """The training batch at this index, in shuffled order without end."""
     examples = shuffled(stream.key, index, batch_size, stream.bounds.shape[0] - 1)
     return _take_lines(stream, examples, window)
@@ -95,7 +96,7 @@ def train_lines(
 
 def eval_lines(
     stream: LineStream, index: jax.Array | int, *, batch_size: int, window: int
-) -> data.Window:
+) -> streams.Window:
     """The batch at this index in the order of the file; length 0 behind the last line."""
     examples = index * batch_size + jnp.arange(batch_size)
     return _take_lines(stream, examples, window)
@@ -145,7 +146,7 @@ def shuffled(
     key: jax.Array, index: jax.Array | int, batch_size: int, num_examples: int
 ) -> jax.Array:
     """The examples [B] of the batch at this index when epochs of N follow each other."""
-    epoch, offset = data.divmod_product(index, batch_size, num_examples)
+    epoch, offset = streams.divmod_product(index, batch_size, num_examples)
     steps = offset + jnp.arange(batch_size)
     num_epochs = (num_examples - 1 + batch_size - 1) // num_examples + 1
     epochs = epoch + jnp.arange(num_epochs, dtype=jnp.uint32)
@@ -180,7 +181,7 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _take_lines(stream: LineStream, examples: jax.Array, window: int) -> data.Window:
+def _take_lines(stream: LineStream, examples: jax.Array, window: int) -> streams.Window:
     """Lines [B] as inputs eos + tokens and targets tokens + eos; cut to T - 1 tokens and eos."""
     last = stream.bounds.shape[0] - 2
     present = examples <= last
@@ -194,4 +195,4 @@ def _take_lines(stream: LineStream, examples: jax.Array, window: int) -> data.Wi
     )
     targets = jnp.where(steps == lengths[:, None] - 1, stream.eos, tokens)
     valid = steps < lengths[:, None]
-    return data.Window(jnp.where(valid, shifted, 0), jnp.where(valid, targets, 0), lengths)
+    return streams.Window(jnp.where(valid, shifted, 0), jnp.where(valid, targets, 0), lengths)

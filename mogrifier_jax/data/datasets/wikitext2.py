@@ -1,6 +1,6 @@
 """WikiText-2 at word level."""
 
-from mogrifier_jax.datasets import base, sources
+from mogrifier_jax.data.datasets import base, sources
 
 
 class Wikitext2(base.TextBuilder):

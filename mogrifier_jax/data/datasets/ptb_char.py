@@ -1,6 +1,6 @@
 """Penn Treebank at character level, as preprocessed by Mikolov et al."""
 
-from mogrifier_jax.datasets import base, ptb, sources
+from mogrifier_jax.data.datasets import base, ptb, sources
 
 
 class PtbChar(base.TextBuilder):

@@ -1,6 +1,6 @@
 """enwik8: the first 100,000,000 bytes of an English Wikipedia dump."""
 
-from mogrifier_jax.datasets import base, sources
+from mogrifier_jax.data.datasets import base, sources
 
 _VALID, _TEST = 90_000_000, 95_000_000  # Where these splits begin, in bytes.
 

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, vocabulary
+from mogrifier_jax import errors
+from mogrifier_jax.data import vocabulary
 
 BREAKS = "\n \r \v \f \x1c \x1d \x1e \x85 \u2028 \u2029 \r\n".split(" ")
 
