@@ -16,7 +16,7 @@ import jax
 from ml_collections import config_dict
 
 from benchmarks import training
-from mogrifier_jax import bookkeeping, runs, runtime, stacked, stacked_train, train
+from mogrifier_jax.training import bookkeeping, runs, runtime, stacked, stacked_train, train
 
 
 def make_configs(config: config_dict.ConfigDict, count: int) -> list[config_dict.ConfigDict]:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from mogrifier_jax import averaging, runs, steps
 from mogrifier_jax.data import streams
+from mogrifier_jax.training import averaging, runs, steps
 
 
 def load_config(name: str):

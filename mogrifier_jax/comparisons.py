@@ -20,9 +20,10 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import experiment, figures, metrics, progress, workdirs
+from mogrifier_jax import experiment, figures
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import metrics, progress, workdirs
 
 SPLITS = ("valid", "test")
 

@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mogrifier_jax import experiment, metrics
+from mogrifier_jax import experiment
+from mogrifier_jax.training import metrics
 
 Rows = Sequence[Mapping[str, Any]]
 COLOURS = {"LSTM": "tab:orange", "Mogrifier": "tab:blue"}

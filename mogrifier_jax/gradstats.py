@@ -17,8 +17,9 @@ import numpy as np
 import tqdm
 from absl import logging
 
-from mogrifier_jax import errors, leaves
+from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
+from mogrifier_jax.training import leaves
 
 BATCH_SIZE, MAX_WINDOWS = 1024, 500  # As in the paper.
 

@@ -13,19 +13,10 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import (
-    analysis,
-    comparisons,
-    errors,
-    evaluate,
-    losses,
-    passes,
-    pretrained,
-    report,
-    texts,
-)
+from mogrifier_jax import analysis, comparisons, errors, losses, passes, pretrained, report, texts
 from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}
 GATES = ("f", "i", "o")

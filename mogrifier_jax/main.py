@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> None:
     if _MODE.value == "preflight":
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
-    from mogrifier_jax import distributed, progress, runtime
+    from mogrifier_jax import distributed
+    from mogrifier_jax.training import progress, runtime
 
     logging.set_verbosity(logging.WARNING)  # While libraries start.
     runtime.use_compilation_cache()
@@ -165,7 +166,7 @@ def inspect() -> None:
 def train() -> None:
     """Trains the experiment of --config in --workdir, going on where it was."""
     require_config()
-    from mogrifier_jax import train as training
+    from mogrifier_jax.training import train as training
 
     workdir = _WORKDIR.value or default_workdir()
     training.train_and_evaluate(_CONFIG.value, workdir, profile_steps=_PROFILE.value)

@@ -18,17 +18,16 @@ from ml_collections import config_dict
 from mogrifier_jax import (
     dyneval,
     errors,
-    evaluate,
     gradstats,
     montecarlo,
     partitioning,
     passes,
     pretrained,
-    runs,
     texts,
 )
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate, runs
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks.

@@ -19,8 +19,8 @@ import tqdm
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import metrics
 from mogrifier_jax.data import tasks
+from mogrifier_jax.training import metrics
 
 LOG_SECONDS = 30.0  # Between lines where there is no terminal.
 

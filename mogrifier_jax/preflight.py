@@ -22,17 +22,9 @@ import jax.numpy as jnp
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import (
-    abstract_tasks,
-    compiled,
-    errors,
-    flops,
-    partitioning,
-    progress,
-    runs,
-    targets,
-)
+from mogrifier_jax import abstract_tasks, compiled, errors, flops, partitioning, targets
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import progress, runs
 
 _GIB = 1024**3
 

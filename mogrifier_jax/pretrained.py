@@ -9,9 +9,10 @@ from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
-from mogrifier_jax import averaging, checkpoints, errors, partitioning, workdirs
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import averaging, checkpoints, workdirs
 
 
 class Pretrained(NamedTuple):

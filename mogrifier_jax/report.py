@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
-from mogrifier_jax import metrics
+from mogrifier_jax.training import metrics
 
 # Columns of the paper's tables, and which rows of evaluation.json they are, without and with MC.
 COLUMNS = (

@@ -17,8 +17,9 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import dyneval, errors, methods, metrics, progress, report, tokens, workdirs
+from mogrifier_jax import dyneval, errors, methods, report, tokens
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import metrics, progress, workdirs
 
 # Rows of the table that have places of their own, or none.
 _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")

@@ -22,15 +22,14 @@ from ml_collections import config_dict
 
 from mogrifier_jax import (
     errors,
-    progress,
     storages,
     studies,
     trials,
     tuning_report,
     tuning_training,
     vizier_trials,
-    workdirs,
 )
+from mogrifier_jax.training import progress, workdirs
 
 POLL_SECONDS = 2.0  # Between looks at what other workers do.
 

@@ -15,21 +15,18 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import (
+from mogrifier_jax import errors, partitioning, studies, trials
+from mogrifier_jax.data import tasks
+from mogrifier_jax.nn import models
+from mogrifier_jax.training import (
     bookkeeping,
-    errors,
-    partitioning,
     runs,
     runtime,
     stacked,
     stacked_train,
-    studies,
     train,
-    trials,
     workdirs,
 )
-from mogrifier_jax.data import tasks
-from mogrifier_jax.nn import models
 
 KEPT_PROGRAMS = 4  # Shapes whose compiled programs are kept for the next trial.
 

@@ -18,8 +18,9 @@ from IPython.display import Markdown
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 import mogrifier_jax
-from mogrifier_jax import comparisons, experiment, gate_plots, inspection, losses, train
+from mogrifier_jax import comparisons, experiment, gate_plots, inspection, losses
 from mogrifier_jax.data import corpora
+from mogrifier_jax.training import train
 
 QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Seconds instead of minutes: for tests.
 RUNS = pathlib.Path(os.environ.get("MOGRIFIER_RUNS", "../runs"))

@@ -18,7 +18,8 @@ import numpy as np
 import optax
 
 import mogrifier_jax
-from mogrifier_jax import MogrifierLSTMCell, experiment, train
+from mogrifier_jax import MogrifierLSTMCell, experiment
+from mogrifier_jax.training import train
 
 QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Seconds instead of minutes: for tests.
 RUNS = pathlib.Path(os.environ.get("MOGRIFIER_RUNS", "../runs"))

@@ -21,7 +21,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from experiments import text as experiment
-from mogrifier_jax import partitioning, train
+from mogrifier_jax import partitioning
+from mogrifier_jax.training import train
 
 PATH = pathlib.Path(__file__).parent / "data" / "golden_run.json"
 # By name: dtype of the matmuls, and the (data, model) mesh.

@@ -14,7 +14,8 @@ import time
 import numpy as np
 import pytest
 
-from mogrifier_jax import distributed, errors, launch, metrics
+from mogrifier_jax import distributed, errors, launch
+from mogrifier_jax.training import metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 PEER_TIMEOUT = 10

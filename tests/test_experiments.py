@@ -11,8 +11,9 @@ import pytest
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from mogrifier_jax import averaging, errors, experiment, optim, schedule
+from mogrifier_jax import errors, experiment
 from mogrifier_jax.nn import sizing
+from mogrifier_jax.training import averaging, optim, schedule
 from tests import resolved_configs
 
 ROOT = pathlib.Path(__file__).parents[1]

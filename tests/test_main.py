@@ -10,7 +10,8 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from mogrifier_jax import distributed, errors, main, progress, runtime, train
+from mogrifier_jax import distributed, errors, main
+from mogrifier_jax.training import progress, runtime, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, evaluate, montecarlo, partitioning, passes
+from mogrifier_jax import errors, montecarlo, partitioning, passes
 from mogrifier_jax.data import tasks
 from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 WINDOW, SAMPLES = 5, 6
 DROPOUT = models.Dropout(state=0.3, output=0.4)

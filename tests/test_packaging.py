@@ -15,7 +15,7 @@ import mogrifier_jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 HEAVY = {"tensorflow_datasets", "tensorflow", "matplotlib", "tensorboardX", "optuna", "torch"}
-HEAVY |= {"orbax", "pandas", "array_record", "scipy", "mogrifier_jax.train"}
+HEAVY |= {"orbax", "pandas", "array_record", "scipy", "mogrifier_jax.training.train"}
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def test_the_cells_import_nothing_heavy(run):
     for use in ("mogrifier_jax.MogrifierLSTMCell", "mogrifier_jax.LanguageModel"):
         loaded = set(run(program.format(use)).split())
         assert not loaded & HEAVY
-    loaded = set(run(program.format("import mogrifier_jax.train")).split())
+    loaded = set(run(program.format("import mogrifier_jax.training.train")).split())
     assert loaded & HEAVY  # So it would have been seen.
 
 

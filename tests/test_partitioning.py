@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from experiments import pydoc
-from mogrifier_jax import errors, evaluate, partitioning, runs
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, vocabulary
+from mogrifier_jax.training import evaluate, runs
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,6 @@ import pytest
 
 from experiments import pydoc
 from mogrifier_jax import (
-    checkpoints,
     errors,
     methods,
     options,
@@ -17,16 +16,14 @@ from mogrifier_jax import (
     passes,
     pretrained,
     report,
-    runs,
     scoring,
     texts,
     tokens,
-    train,
-    workdirs,
 )
 from mogrifier_jax.data import corpora
 from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.data.datasets import text as local_text
+from mogrifier_jax.training import checkpoints, runs, train, workdirs
 
 # The end, where valid and test are, is monotonous: adapting to it helps.
 TEXT = "".join(f"{'abcdefgh'[i % 8] * (i % 5 + 1)} {'xyz'[i % 3]}\n" for i in range(110))

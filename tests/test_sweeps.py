@@ -9,18 +9,10 @@ import sys
 import jax
 import pytest
 
-from mogrifier_jax import (
-    comparisons,
-    errors,
-    experiment,
-    figures,
-    partitioning,
-    runs,
-    sweeps,
-    train,
-)
+from mogrifier_jax import comparisons, errors, experiment, figures, partitioning, sweeps
 from mogrifier_jax.experiment import Row, Set
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import runs, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 ABLATION = str(ROOT / "experiments" / "ablation.py")

@@ -20,7 +20,6 @@ from ml_collections import config_dict
 from experiments import enwik8, ptb, pydoc, reverse_copy
 from mogrifier_jax import (
     errors,
-    metrics,
     options,
     pretrained,
     storages,
@@ -30,9 +29,9 @@ from mogrifier_jax import (
     tuning_dyneval,
     tuning_report,
     tuning_training,
-    workdirs,
 )
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import metrics, workdirs
 from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 
 from experiments import text as experiment
-from mogrifier_jax import averaging, checkpoints, workdirs
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import averaging, checkpoints, workdirs
 from tests import quick
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import (
+from mogrifier_jax.training import (
     bookkeeping,
     evaluate,
     plots,

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from mogrifier_jax import errors, optim
+from mogrifier_jax import errors
+from mogrifier_jax.training import optim
 
 SHAPES = {"kernel": (3, 4), "bias": (4,)}
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from absl import logging
 
-from mogrifier_jax import errors, metrics, plots, progress
+from mogrifier_jax import errors
+from mogrifier_jax.training import metrics, plots, progress
 
 
 def write_steps(writer, steps):

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import averaging, errors, evaluate, optim, partitioning, runtime, schedule, steps
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import averaging, evaluate, optim, runtime, schedule, steps
 
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")

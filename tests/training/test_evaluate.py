@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, evaluate
+from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, tasks, vocabulary
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 TEXT = "".join("abcdefg"[(i * i + i // 5) % 7] + "\n" * (i % 4 == 0) for i in range(150))
 

@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
-from mogrifier_jax import checkpoints, checksums, errors, signals, workdirs
+from mogrifier_jax import errors
+from mogrifier_jax.training import checkpoints, checksums, signals, workdirs
 
 
 class Carry(NamedTuple):

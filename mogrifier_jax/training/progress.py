@@ -14,7 +14,7 @@ import jax
 import tqdm
 from absl import logging
 
-from mogrifier_jax import metrics
+from mogrifier_jax.training import metrics
 
 
 class _BarHandler(python_logging.Handler):

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from mogrifier_jax import errors, schedule
+from mogrifier_jax import errors
+from mogrifier_jax.training import schedule
 
 FLAT = [3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]  # Best at turn 1, then nothing.
 FALLING = [3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3]

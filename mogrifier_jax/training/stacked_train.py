@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mogrifier_jax import bookkeeping, errors, progress, signals, stacked
+from mogrifier_jax import errors
+from mogrifier_jax.training import bookkeeping, progress, signals, stacked
 
 Outcome = dict[str, Any] | errors.Diverged | errors.Abandoned  # Results, or why there are none.
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from mogrifier_jax import metrics, progress, steps
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import metrics, progress, steps
 
 
 def describe_run(run: Any, state: steps.TrainState, workdir: str) -> str:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import averaging, errors
+from mogrifier_jax import errors
+from mogrifier_jax.training import averaging
 
 KINDS = ["none", "triggered", "two_tailed"]
 

@@ -32,7 +32,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from mogrifier_jax import checksums, errors, leaves
+from mogrifier_jax import errors
+from mogrifier_jax.training import checksums, leaves
 
 Which = Literal["latest", "best"]
 

@@ -5,7 +5,8 @@ import os
 import pathlib
 from typing import Any
 
-from mogrifier_jax import errors, metrics
+from mogrifier_jax import errors
+from mogrifier_jax.training import metrics
 
 
 def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:

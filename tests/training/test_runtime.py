@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, runtime
+from mogrifier_jax import errors
+from mogrifier_jax.training import runtime
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mogrifier_jax import averaging, optim
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import averaging, optim
 
 
 class Hyperparameters(NamedTuple):

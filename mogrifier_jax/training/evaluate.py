@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from mogrifier_jax import errors, metrics, partitioning, steps
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
+from mogrifier_jax.training import metrics, steps
 
 # lamb's grid of multipliers on the logits, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))

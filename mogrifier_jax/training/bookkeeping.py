@@ -13,16 +13,8 @@ import numpy as np
 import optax
 from absl import logging
 
-from mogrifier_jax import (
-    checkpoints,
-    errors,
-    evaluate,
-    metrics,
-    runs,
-    schedule,
-    steps,
-    workdirs,
-)
+from mogrifier_jax import errors
+from mogrifier_jax.training import checkpoints, evaluate, metrics, runs, schedule, steps, workdirs
 
 _norm = jax.jit(optax.tree.norm)
 

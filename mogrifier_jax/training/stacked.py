@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import evaluate, runs, steps
 from mogrifier_jax.data import tasks
+from mogrifier_jax.training import evaluate, runs, steps
 
 
 class Stack(NamedTuple):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import averaging, optim, steps
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import averaging, optim, steps
 from tests import golden, quick
 
 

@@ -10,18 +10,14 @@ import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import (
-    abstract_tasks,
+from mogrifier_jax import abstract_tasks, compiled, errors, pretrained, targets
+from mogrifier_jax.training import (
     bookkeeping,
     checkpoints,
-    compiled,
-    errors,
     metrics,
-    pretrained,
     runs,
     stacked,
     stacked_train,
-    targets,
     train,
 )
 from tests import quick

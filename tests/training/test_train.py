@@ -21,19 +21,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments import pydoc
-from mogrifier_jax import (
-    checkpoints,
-    errors,
-    evaluate,
-    metrics,
-    partitioning,
-    runs,
-    train,
-    workdirs,
-)
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
+from mogrifier_jax.training import checkpoints, evaluate, metrics, runs, train, workdirs
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
     "log_every": 2,
     "data.batch_size": 8,

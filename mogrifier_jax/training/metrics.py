@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from mogrifier_jax import workdirs
+from mogrifier_jax.training import workdirs
 
 
 class Sum(NamedTuple):
