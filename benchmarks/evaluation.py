@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from mogrifier_jax import dyneval, gradstats, montecarlo, passes
 from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, passes
 from mogrifier_jax.nn import models
 
 SETTING = dyneval.Settings(learning_rate=1e-5, decay_rate=1e-3, epsilon=1e-5)

@@ -14,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mogrifier_jax.evaluation.trained import TrainedModel as TrainedModel
+    from mogrifier_jax.evaluation.trained import load as load
     from mogrifier_jax.nn.layers import LSTMCell as LSTMCell
     from mogrifier_jax.nn.layers import MLSTMCell as MLSTMCell
     from mogrifier_jax.nn.layers import Mogrifier as Mogrifier
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from mogrifier_jax.nn.layers import MogrifierGRUCell as MogrifierGRUCell
     from mogrifier_jax.nn.layers import MogrifierLSTMCell as MogrifierLSTMCell
     from mogrifier_jax.nn.models import LanguageModel as LanguageModel
-    from mogrifier_jax.trained import TrainedModel as TrainedModel
-    from mogrifier_jax.trained import load as load
 
 __version__ = "0.1.0"
 
@@ -34,8 +34,8 @@ _HOMES = {
     "MogrifierElmanCell": "nn.layers",
     "MogrifierGRUCell": "nn.layers",
     "MogrifierLSTMCell": "nn.layers",
-    "TrainedModel": "trained",
-    "load": "trained",
+    "TrainedModel": "evaluation.trained",
+    "load": "evaluation.trained",
 }
 __all__ = sorted(_HOMES)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import analysis, comparisons, errors, losses, passes, pretrained, report, texts
+from mogrifier_jax import analysis, comparisons, errors, losses
 from mogrifier_jax.data import corpora, tasks
+from mogrifier_jax.evaluation import passes, pretrained, report, texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mogrifier_jax import errors, passes
+from mogrifier_jax import errors
+from mogrifier_jax.evaluation import passes
 
 FREQUENCIES = (0, 1, 10, 100, 1_000, 10_000)
 POSITIONS = (0, 1, 2, 5, 10, 20, 40)

@@ -13,7 +13,8 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from mogrifier_jax import errors, options
+from mogrifier_jax import errors
+from mogrifier_jax.evaluation import options
 
 FLAGS = flags.FLAGS
 MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect", "tune")
@@ -104,14 +105,14 @@ def require_config() -> None:
 
 def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
-    from mogrifier_jax import scoring
+    from mogrifier_jax.evaluation import scoring
 
     scoring.run((_WORKDIR.value or "").split(","), FLAGS.eval)
 
 
 def sample() -> None:
     """Draws text from the run in --workdir."""
-    from mogrifier_jax import sample as sampling
+    from mogrifier_jax.evaluation import sample as sampling
 
     sampling.run(
         _WORKDIR.value or "",
@@ -171,7 +172,7 @@ def train() -> None:
     workdir = _WORKDIR.value or default_workdir()
     training.train_and_evaluate(_CONFIG.value, workdir, profile_steps=_PROFILE.value)
     if jax.process_count() == 1 and _CONFIG.value.data.name != "reverse_copy":
-        from mogrifier_jax import sample as sampling
+        from mogrifier_jax.evaluation import sample as sampling
 
         print("A sample of what it has learnt:\n")
         sampling.run(workdir, length=400, temperature=0.7)

@@ -12,15 +12,8 @@ from collections.abc import Sequence
 
 from ml_collections import config_dict
 
-from mogrifier_jax import (
-    dyneval,
-    errors,
-    methods,
-    studies,
-    trials,
-    tuning,
-    tuning_report,
-)
+from mogrifier_jax import errors, studies, trials, tuning, tuning_report
+from mogrifier_jax.evaluation import dyneval, methods
 
 
 def tune(

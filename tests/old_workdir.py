@@ -22,7 +22,8 @@ from tests import golden_run  # Before jax starts.
 import numpy as np
 
 import mogrifier_jax
-from mogrifier_jax import errors, options, scoring
+from mogrifier_jax import errors
+from mogrifier_jax.evaluation import options, scoring
 from mogrifier_jax.training import metrics, train
 
 WORKDIR = pathlib.Path(__file__).parent / "data" / "workdir_v1"

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import analysis, errors, gate_plots, losses, passes
+from mogrifier_jax import analysis, errors, gate_plots, losses
 from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.evaluation import passes
 from mogrifier_jax.nn import models
 from tests import quick
 

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mogrifier_jax
-from mogrifier_jax import errors, options, partitioning, sample, scoring, trained
+from mogrifier_jax import errors, partitioning
+from mogrifier_jax.evaluation import options, sample, scoring, trained
 from mogrifier_jax.nn import models
 from tests import quick
 from tests import workdir as workdirs

@@ -18,8 +18,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import pydoc
-from mogrifier_jax import errors, experiment, launch, main, methods, options
+from mogrifier_jax import errors, experiment, launch, main
 from mogrifier_jax.data import corpora
+from mogrifier_jax.evaluation import methods, options
 from tests import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]

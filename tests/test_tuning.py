@@ -20,8 +20,6 @@ from ml_collections import config_dict
 from experiments import enwik8, ptb, pydoc, reverse_copy
 from mogrifier_jax import (
     errors,
-    options,
-    pretrained,
     storages,
     studies,
     trials,
@@ -30,6 +28,7 @@ from mogrifier_jax import (
     tuning_report,
     tuning_training,
 )
+from mogrifier_jax.evaluation import options, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, workdirs
 from tests import quick

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import abstract_tasks, compiled, errors, pretrained, targets
+from mogrifier_jax import abstract_tasks, compiled, errors, targets
+from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.training import (
     bookkeeping,
     checkpoints,

@@ -17,7 +17,8 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import dyneval, errors, methods, report, tokens
+from mogrifier_jax import errors
+from mogrifier_jax.evaluation import dyneval, methods, report, tokens
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, progress, workdirs
 

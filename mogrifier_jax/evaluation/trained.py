@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, pretrained, sample
+from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
+from mogrifier_jax.evaluation import pretrained, sample
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import checkpoints, metrics
 

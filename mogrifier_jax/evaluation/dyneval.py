@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors, gradstats, montecarlo, passes
+from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
+from mogrifier_jax.evaluation import gradstats, montecarlo, passes
 from mogrifier_jax.nn import models
 
 BLOCK_BYTES = 1 << 31  # Memory of adaptations side by side, about, on each device.

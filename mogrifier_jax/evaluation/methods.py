@@ -15,17 +15,9 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import (
-    dyneval,
-    errors,
-    gradstats,
-    montecarlo,
-    partitioning,
-    passes,
-    pretrained,
-    texts,
-)
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
+from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, passes, pretrained, texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 

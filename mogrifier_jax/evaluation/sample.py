@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mogrifier_jax import errors, pretrained
+from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
+from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
 
 CHUNK = 16  # Steps of one dispatch.

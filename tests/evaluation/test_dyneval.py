@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import dyneval, errors, gradstats, montecarlo, partitioning
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import streams, tasks
+from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo
 from mogrifier_jax.nn import models
 from tests import golden
 

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors, passes
+from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
+from mogrifier_jax.evaluation import passes
 from mogrifier_jax.nn import models
 
 AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")

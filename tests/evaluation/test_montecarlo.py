@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, montecarlo, partitioning, passes
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.data import vocabulary as vocabularies
+from mogrifier_jax.evaluation import montecarlo, passes
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 

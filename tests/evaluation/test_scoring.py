@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import (
-    errors,
+from mogrifier_jax import errors, partitioning
+from mogrifier_jax.data import corpora
+from mogrifier_jax.data import vocabulary as vocabularies
+from mogrifier_jax.data.datasets import text as local_text
+from mogrifier_jax.evaluation import (
     methods,
     options,
-    partitioning,
     passes,
     pretrained,
     report,
@@ -20,9 +22,6 @@ from mogrifier_jax import (
     texts,
     tokens,
 )
-from mogrifier_jax.data import corpora
-from mogrifier_jax.data import vocabulary as vocabularies
-from mogrifier_jax.data.datasets import text as local_text
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
 
 # The end, where valid and test are, is monotonous: adapting to it helps.

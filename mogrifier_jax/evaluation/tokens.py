@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mogrifier_jax import errors, passes
+from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
+from mogrifier_jax.evaluation import passes
 
 
 def write_tokens(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from mogrifier_jax import errors, pretrained
+from mogrifier_jax import errors
 from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.evaluation import pretrained
 
 
 class Texts(NamedTuple):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors, pretrained, sample
+from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
+from mogrifier_jax.evaluation import pretrained, sample
 from mogrifier_jax.nn import models
 from tests import quick
 

@@ -1,0 +1,1 @@
+"""Scores and text of trained runs, and the trained model for Python."""
