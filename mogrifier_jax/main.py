@@ -182,7 +182,7 @@ def tune() -> None:
     """Searches for the best settings of --config, or of dynamic evaluation of a trained run."""
     if _STUDY.value is None:
         raise errors.UsageError("--study is missing; give one, such as --study=appendix_a")
-    from mogrifier_jax import tuning, tuning_dyneval
+    from mogrifier_jax.tuning import tuning_dyneval, worker
 
     options: dict[str, Any] = dict(
         num_trials=_TRIALS.value,
@@ -196,7 +196,7 @@ def tune() -> None:
     require_config()
     workdir = _WORKDIR.value or f"{default_workdir()}_tune"
     name = os.path.basename(default_workdir())
-    tuning.tune(
+    worker.tune(
         _CONFIG.value, workdir, study=_STUDY.value, name=name, prune=_PRUNE.value, **options
     )
 

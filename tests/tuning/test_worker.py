@@ -18,22 +18,22 @@ from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments import enwik8, ptb, pydoc, reverse_copy
-from mogrifier_jax import (
-    errors,
-    storages,
-    studies,
-    trials,
-    tuning,
-    tuning_dyneval,
-    tuning_report,
-    tuning_training,
-)
+from mogrifier_jax import errors
 from mogrifier_jax.evaluation import options, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, workdirs
+from mogrifier_jax.tuning import (
+    storages,
+    studies,
+    study_report,
+    trials,
+    tuning_dyneval,
+    tuning_training,
+    worker,
+)
 from tests import quick
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SMALL = dict(
     log_every=4,
     data=dict(batch_size=8, window=4),
@@ -166,7 +166,7 @@ def test_ranges_that_cannot_be_are_refused(tmp_path, ranges, words):
 
 def tune(workdir, config=None, study="appendix_a", **settings):
     settings = dict(name="test", num_trials=2, sampler="random") | settings
-    return tuning.tune(config or make_config(), str(workdir), study=study, **settings)
+    return worker.tune(config or make_config(), str(workdir), study=study, **settings)
 
 
 def without(package):
@@ -452,13 +452,13 @@ def test_neighbourhoods_by_hand():
         trials.Record(i, "complete", 1.0 + i / 10, 1.0, dict(zip("ab", place, strict=True)), {})
         for i, place in enumerate(places)
     ]
-    a, b = tuning_report.neighbourhoods(known, study)
+    a, b = study_report.neighbourhoods(known, study)
     assert (a.low, a.high, a.others) == (pytest.approx(0.425), pytest.approx(0.575), 3)
     assert (a.nearest, a.median) == (pytest.approx(1.1), pytest.approx(1.2))
     assert b.others == 2 and b.nearest == pytest.approx(1.2)
     assert b.low == pytest.approx(10 ** (1 - 0.15)) and b.high == pytest.approx(10 ** (1 + 0.15))
     edge = [known[0]._replace(params={"a": 0.99, "b": 1}), *known[1:]]
-    a, b = tuning_report.neighbourhoods(edge, study)
+    a, b = study_report.neighbourhoods(edge, study)
     assert (a.low, a.high) == (pytest.approx(0.85), pytest.approx(1.0)) and a.others == 1
     assert b.low == 1 and b.nearest is None
 

@@ -15,7 +15,8 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mogrifier_jax import errors, studies, trials
+from mogrifier_jax import errors
+from mogrifier_jax.tuning import studies, trials
 
 OBJECTIVE = "valid_nats"
 

@@ -20,16 +20,9 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import (
-    errors,
-    storages,
-    studies,
-    trials,
-    tuning_report,
-    tuning_training,
-    vizier_trials,
-)
+from mogrifier_jax import errors
 from mogrifier_jax.training import progress, workdirs
+from mogrifier_jax.tuning import storages, studies, study_report, trials, tuning_training, vizier
 
 POLL_SECONDS = 2.0  # Between looks at what other workers do.
 
@@ -71,7 +64,7 @@ def tune(
     )
     training = tuning_training.Training(tuned, config, workdir, parallel)
     work(queue, training, parallel, tuned.shapes)
-    tuning_report.write(name, queue.records(), tuned, workdir, unit=training.unit, config=config)
+    study_report.write(name, queue.records(), tuned, workdir, unit=training.unit, config=config)
     return queue.records()
 
 
@@ -93,7 +86,7 @@ def open_queue(
     os.makedirs(workdir, exist_ok=True)
     queue: Any
     if storage is not None and storage.startswith("vizier://"):
-        queue = vizier_trials.Queue(
+        queue = vizier.Queue(
             storage,
             name,
             study.ranges,
@@ -164,7 +157,7 @@ def describe_progress(queue: Any) -> str:
     kinds = collections.Counter(t.outcome for t in over if t.outcome != "complete")
     others = "".join(f", {count} {kind}" for kind, count in kinds.items())
     line = f"trials: {len(over)} of {queue.target} done{others}; {running} running"
-    complete = tuning_report.complete_trials(known)
+    complete = study_report.complete_trials(known)
     if complete:
         line += f"; best {complete[0].nats:.4f} nats (trial {complete[0].number})"
     if over and running:

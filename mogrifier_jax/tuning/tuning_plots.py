@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mogrifier_jax import studies, trials
 from mogrifier_jax.training import metrics
+from mogrifier_jax.tuning import studies, trials
 
 NEAR = 0.15  # As close to the best as this share of every range is near it,
 AT_LEAST = 3  # and so are as many of the closest, by the mean over all settings.

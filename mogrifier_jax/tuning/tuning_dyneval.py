@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, studies, trials, tuning, tuning_report
+from mogrifier_jax import errors
 from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.tuning import studies, study_report, trials, worker
 
 
 def tune(
@@ -26,14 +27,14 @@ def tune(
     sampler: str = "gp",
 ) -> list[trials.Record]:
     """Searches for the best settings on the validation set; `options` are those of evaluation."""
-    tuning.check_numbers(num_trials, parallel)
+    worker.check_numbers(num_trials, parallel)
     if not trained:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     adapting = Adapting(trained, options)
     tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
     workdir = os.path.join(trained, "dyneval_study")
     name = f"{os.path.basename(os.path.abspath(trained))}-{tuned.name}"
-    queue = tuning.open_queue(
+    queue = worker.open_queue(
         tuned,
         workdir,
         name=name,
@@ -43,8 +44,8 @@ def tune(
         seed=options.seed,
         step=adapting.scorer.loaded.info["step"],
     )
-    tuning.work(queue, adapting, parallel, tuned.shapes)
-    tuning_report.write(name, queue.records(), tuned, workdir, unit=adapting.unit)
+    worker.work(queue, adapting, parallel, tuned.shapes)
+    study_report.write(name, queue.records(), tuned, workdir, unit=adapting.unit)
     return queue.records()
 
 

@@ -15,7 +15,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning, studies, trials
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import (
@@ -27,6 +27,7 @@ from mogrifier_jax.training import (
     train,
     workdirs,
 )
+from mogrifier_jax.tuning import studies, trials
 
 KEPT_PROGRAMS = 4  # Shapes whose compiled programs are kept for the next trial.
 

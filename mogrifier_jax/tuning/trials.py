@@ -20,7 +20,8 @@ import optuna
 from absl import logging
 from optuna.trial import FrozenTrial, TrialState
 
-from mogrifier_jax import errors, storages, studies
+from mogrifier_jax import errors
+from mogrifier_jax.tuning import storages, studies
 
 BEAT_SECONDS = 15.0
 GRACE_SECONDS = 120.0  # Without a beat for so long, a worker counts as dead.

@@ -17,7 +17,8 @@ import optuna
 import sqlalchemy.exc
 from optuna.storages import journal
 
-from mogrifier_jax import errors, studies
+from mogrifier_jax import errors
+from mogrifier_jax.tuning import studies
 
 SAMPLERS = ("gp", "tpe", "random")
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import studies, trials, tuning_plots
 from mogrifier_jax.training import metrics, progress, workdirs
+from mogrifier_jax.tuning import studies, trials, tuning_plots
 
 WINDOW = 0.15  # Of a setting's range, around the best.
 SHOWN = 20  # Trials in the Markdown table.

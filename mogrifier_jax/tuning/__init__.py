@@ -1,0 +1,1 @@
+"""Studies: which settings are tried, by whom, and what came out."""
