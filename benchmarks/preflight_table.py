@@ -18,7 +18,7 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-from mogrifier_jax import targets
+from mogrifier_jax.preflight import targets
 
 ROOT = pathlib.Path(__file__).parents[1]
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "h100:8", "v5e:16x16")

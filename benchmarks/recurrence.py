@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
-from mogrifier_jax import flops
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models
 from mogrifier_jax.nn import stack as stacks
+from mogrifier_jax.preflight import flops
 from mogrifier_jax.training import averaging, optim, runtime, steps
 
 try:

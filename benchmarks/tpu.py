@@ -15,7 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 from benchmarks import timing, training
-from mogrifier_jax import preflight, targets
+from mogrifier_jax.preflight import estimates, targets
 
 # Experiment, chips, and what differs from it: bfloat16, and the batch in one piece.
 SIZES = {
@@ -24,13 +24,13 @@ SIZES = {
 }
 
 
-def examine(path: str, topology: str, fast: bool) -> preflight.Report:
+def examine(path: str, topology: str, fast: bool) -> estimates.Report:
     config = training.load_config(path)
     with config.unlocked():
         config.model.fast = fast
         config.model.dtype = "bfloat16"
         config.optimizer.accumulate = 1
-    return preflight.examine(config, targets.parse(topology))
+    return estimates.examine(config, targets.parse(topology))
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def preflight() -> None:
     require_config()
     if _TOPOLOGY.value is None:
         raise errors.UsageError("--topology is missing; give chips, such as --topology=v5e:2x2")
-    from mogrifier_jax import preflight as preflights
+    from mogrifier_jax.preflight import estimates as preflights
 
     preflights.run(_CONFIG.value, _TOPOLOGY.value, search=_SEARCH.value, json_path=_JSON.value)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import abstract_tasks, compiled, errors, targets
+from mogrifier_jax import errors
 from mogrifier_jax.evaluation import pretrained
+from mogrifier_jax.preflight import abstract_tasks, costs, targets
 from mogrifier_jax.training import (
     bookkeeping,
     checkpoints,
@@ -209,11 +210,11 @@ def program_text(mesh, count, log_every=2):
 @pytest.mark.slow
 def test_no_device_speaks_to_another():
     text = program_text(stacked.make_mesh(8), 8)
-    assert not compiled.analyse(text).collectives
+    assert not costs.analyse(text).collectives
     # One run on all devices has to.
     run = runs.make_run(make_config())
     steps = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=2)
-    assert compiled.analyse(steps.compile().as_text()).collectives
+    assert costs.analyse(steps.compile().as_text()).collectives
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -221,7 +222,7 @@ def test_sixteen_trials_on_sixteen_chips_do_not_speak():
     target = targets.parse("v5e:4x4")
     chips = targets.mesh(target, 16, 1).devices.reshape(-1)
     text = program_text(stacked.make_mesh(16, chips), 16)
-    analysis = compiled.analyse(text)
+    analysis = costs.analyse(text)
     assert analysis.cycles > 0 and not analysis.collectives
     for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
         assert f"{kind}(" not in text and f"{kind}-start(" not in text
@@ -233,4 +234,4 @@ def test_sixteen_trials_on_sixteen_chips_do_not_speak():
         ),
     )
     control = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=2)
-    assert compiled.analyse(control.compile().as_text()).collectives
+    assert costs.analyse(control.compile().as_text()).collectives

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mogrifier_jax import compiled, flops, targets
+from mogrifier_jax.preflight import costs, flops, targets
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 
 
 def read(name):
@@ -28,7 +28,7 @@ def executions(analysis, part):
 
 
 def test_nested_loops_multiply():
-    analysis = compiled.analyse(read("nested_v5e"))
+    analysis = costs.analyse(read("nested_v5e"))
     assert [(loop.trips, loop.entries) for loop in analysis.loops] == [(3, 1), (5, 3), (7, 1)]
     assert executions(analysis, "convolution") == [1, 7, 15]
     outer, inner, countdown = (loop.cycles for loop in analysis.loops)
@@ -41,14 +41,12 @@ def test_nested_loops_multiply():
 def test_cycles_follow_the_estimates():
     text = read("nested_v5e")
     assert text.count('"estimated_cycles":"4187"') == 3
-    dearer = compiled.analyse(
-        text.replace('"estimated_cycles":"4187"', '"estimated_cycles":"4188"')
-    )
-    assert dearer.cycles == compiled.analyse(text).cycles + 15 + 7 + 1
+    dearer = costs.analyse(text.replace('"estimated_cycles":"4187"', '"estimated_cycles":"4188"'))
+    assert dearer.cycles == costs.analyse(text).cycles + 15 + 7 + 1
 
 
 def test_top_and_table_name_the_dearest():
-    analysis = compiled.analyse(read("nested_v5e"))
+    analysis = costs.analyse(read("nested_v5e"))
     first, second = analysis.top(2)
     assert (first.executions, first.cycles) == (15, 15 * 4187)
     assert first.op_name.endswith("while/body/closed_call/while/body/closed_call/dot_general")
@@ -59,7 +57,7 @@ def test_top_and_table_name_the_dearest():
 
 
 def test_collectives_are_counted_with_their_loops():
-    analysis = compiled.analyse(read("nested_model_v5e"))
+    analysis = costs.analyse(read("nested_model_v5e"))
     rows = 64 * 256 * 2
     assert analysis.by_kind()["all-gather"] == (23, 23 * rows)
     gathers = [c for c in analysis.collectives if c.kind == "all-gather"]
@@ -70,16 +68,16 @@ def test_collectives_are_counted_with_their_loops():
 
 
 def test_data_parallel_gathers_nothing():
-    assert set(compiled.analyse(read("nested_v5e")).by_kind()) == {"all-reduce"}
+    assert set(costs.analyse(read("nested_v5e")).by_kind()) == {"all-reduce"}
 
 
 def test_a_loop_that_data_ends_is_reported():
-    (loop,) = compiled.analyse(read("until_v5e")).unknown_loops
+    (loop,) = costs.analyse(read("until_v5e")).unknown_loops
     assert loop.trips is None and loop.cycles == 2714 + 2019
 
 
 def test_gpu_programs_have_flops_and_collectives():
-    analysis = compiled.analyse(read("scan_h100"))
+    analysis = costs.analyse(read("scan_h100"))
     total = sum(c.executions * c.flops_each for c in analysis.costs)
     assert total == 3 * 6 * 2 * (512 // 8) * 256 * 256
     assert analysis.by_kind() == {"all-reduce": (1, 256 * 256 * 2)}
@@ -89,25 +87,25 @@ def test_gpu_programs_have_flops_and_collectives():
 
 def test_gpu_time_is_a_roofline():
     chip = targets.CHIPS["h100"]
-    analysis = compiled.analyse(read("scan_h100"))
-    seconds = compiled.compute_seconds(analysis, chip)
+    analysis = costs.analyse(read("scan_h100"))
+    seconds = costs.compute_seconds(analysis, chip)
     launches = sum(c.executions for c in analysis.costs) * chip.launch
     moved = sum(c.executions * c.traffic_each for c in analysis.costs) / chip.memory_bandwidth
     assert launches < seconds <= launches + moved * 1.001
 
 
 def test_tpu_time_is_cycles_over_clock():
-    analysis = compiled.analyse(read("nested_v5e"))
+    analysis = costs.analyse(read("nested_v5e"))
     chip = targets.CHIPS["v5e"]
-    assert compiled.compute_seconds(analysis, chip) == pytest.approx(142_639 / 1.503e9, rel=1e-3)
+    assert costs.compute_seconds(analysis, chip) == pytest.approx(142_639 / 1.503e9, rel=1e-3)
 
 
 def test_collective_time_grows_with_bytes_and_hops():
     target = targets.parse("v5e:2x2")
-    analysis = compiled.analyse(read("nested_model_v5e"))
+    analysis = costs.analyse(read("nested_model_v5e"))
     gathers = 23 * 64 * 256 * 2 * 3 / 4 / 90e9 + 23 * 2e-6
     sums = 2 * 4 * 2 * 3 / 4 / 90e9 + 2 * 2 * 2e-6
-    assert compiled.collective_seconds(analysis, target) == pytest.approx(gathers + sums, rel=1e-3)
+    assert costs.collective_seconds(analysis, target) == pytest.approx(gathers + sums, rel=1e-3)
 
 
 HAND_WRITTEN = """
@@ -154,7 +152,7 @@ source_target_pairs={{0,1},{1,0}}
 
 
 def test_branches_pairs_and_fusions_count_once():
-    analysis = compiled.analyse(HAND_WRITTEN)
+    analysis = costs.analyse(HAND_WRITTEN)
     assert {c.name: c.cycles for c in analysis.costs if c.cycles} == {"d": 30, "e": 100, "f": 1000}
     assert analysis.copied_bytes == 16
     assert [(c.kind, c.bytes, c.group_size, c.wire_bytes) for c in analysis.collectives] == [
@@ -171,7 +169,7 @@ def test_memory_of_a_donated_argument_counts_once():
 
     def memory(**options):
         fn = jax.jit(lambda x: jnp.sin(x) + 1, **options)
-        return compiled.memory(fn.lower(x).compile())
+        return costs.memory(fn.lower(x).compile())
 
     kept, donated = memory(), memory(donate_argnums=0)
     assert (kept.arguments, kept.outputs, kept.aliased) == (size, size, 0)
@@ -198,7 +196,7 @@ def test_memory_of_a_donated_argument_counts_once():
     ],
 )
 def test_refusals_for_memory_are_understood(message, needed):
-    assert compiled.exhausted(message) == needed
+    assert costs.exhausted(message) == needed
 
 
 def test_a_program_compiled_for_v5e_now():
@@ -217,10 +215,10 @@ def test_a_program_compiled_for_v5e_now():
     w = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=whole)
     x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=rows)
     program = jax.jit(jax.grad(loss)).lower(w, x).compile()
-    analysis = compiled.analyse(program.as_text())
+    analysis = costs.analyse(program.as_text())
     assert {loop.trips for loop in analysis.loops} == {9}
     # One matmul forward, two backward, nine times each, and the sum of the gradient.
     assert sum(c.executions for c in analysis.costs if "dot_general" in c.op_name) >= 27
     assert analysis.by_kind()["all-reduce"][1] >= 256 * 256 * 2
-    assert compiled.memory(program).arguments == 256 * 256 * 2 + 16 * 256 * 2
+    assert costs.memory(program).arguments == 256 * 256 * 2 + 16 * 256 * 2
     assert flops.of_jaxpr(jax.make_jaxpr(jax.grad(loss))(w, x)) == 27 * 2 * 64 * 256 * 256

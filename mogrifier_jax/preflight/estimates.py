@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import abstract_tasks, compiled, errors, flops, partitioning, targets
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.nn import models
+from mogrifier_jax.preflight import abstract_tasks, costs, flops, targets
 from mogrifier_jax.training import progress, runs
 
 _GIB = 1024**3
@@ -124,19 +125,19 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
     try:
         program = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = compiled.exhausted(str(error))
+        needed = costs.exhausted(str(error))
         if needed is None:
             raise
         notes.append("the compiler refused it: temporaries alone exceed the memory")
         return Report(**common, fits=False, needed=needed, bytes={}, notes=tuple(notes))
     seconds = time.perf_counter() - started
-    memory = compiled.memory(program)
-    analysis = compiled.analyse(program.as_text())
+    memory = costs.memory(program)
+    analysis = costs.analyse(program.as_text())
     if analysis.unknown_loops:
         names = ", ".join(loop.op_name or loop.name for loop in analysis.unknown_loops)
         notes.append(f"loops of unknown length counted once, so times are lower bounds: {names}")
-    compute = compiled.compute_seconds(analysis, target.chip) / count
-    collective = compiled.collective_seconds(analysis, target) / count
+    compute = costs.compute_seconds(analysis, target.chip) / count
+    collective = costs.collective_seconds(analysis, target) / count
     per_chip = common["flops"] / target.num_chips
     kinds = _bytes_by_kind(state, task.stream, memory)
     return Report(
@@ -181,7 +182,7 @@ def _mesh(config: config_dict.ConfigDict, target: targets.Target) -> jax.shardin
     return targets.mesh(target, *shape)
 
 
-def _bytes_by_kind(state: Any, stream: Any, memory: compiled.Memory) -> dict[str, int]:
+def _bytes_by_kind(state: Any, stream: Any, memory: costs.Memory) -> dict[str, int]:
     """What lies on each chip while training runs."""
     kinds = {
         "weights": state.params,

@@ -5,7 +5,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from mogrifier_jax import flops, hlo
+from mogrifier_jax.preflight import flops, hlo
 
 B, N, K, T = 8, 16, 32, 6
 MATMUL = 2 * B * K * N

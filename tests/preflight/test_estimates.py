@@ -13,10 +13,11 @@ import pathlib
 import jax
 import pytest
 
-from mogrifier_jax import abstract_tasks, errors, partitioning, preflight, targets
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, tasks
+from mogrifier_jax.preflight import abstract_tasks, estimates, targets
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 INSTALLED = {
     "v5e:2x2": importlib.util.find_spec("libtpu") is not None,
     "h100:4": any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
@@ -60,7 +61,7 @@ def on_cpu(monkeypatch):
 def mogrifier():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets, "mesh", mesh_of_cpus)
-        return preflight.examine(small(rounds=2), targets.parse("h100:4"))
+        return estimates.examine(small(rounds=2), targets.parse("h100:4"))
 
 
 @pytest.fixture
@@ -84,9 +85,9 @@ def test_parameters_and_flops_counted_by_hand(mogrifier, refusal):
     # input, for its own. The embedding is looked up, which multiplies nothing.
     thrice = 3 * 2 * B * T
     refusal(FULL)  # FLOPs are counted before it is compiled.
-    plain = preflight.examine(small(rounds=2, fast=False), targets.parse("h100:4"))
+    plain = estimates.examine(small(rounds=2, fast=False), targets.parse("h100:4"))
     assert plain.flops == thrice * (LSTM + 2 * GATES + H * V)
-    lstm = preflight.examine(small(rounds=0), targets.parse("h100:4"))
+    lstm = estimates.examine(small(rounds=0), targets.parse("h100:4"))
     assert lstm.flops == thrice * (LSTM + H * V)
     # The fast path computes the small matrices of the rounds again instead of storing more.
     assert plain.flops <= mogrifier.flops <= plain.flops + thrice * 2 * GATES
@@ -107,7 +108,7 @@ def test_collectives_counted_by_hand(mogrifier):
 @pytest.mark.slow
 def test_one_chip_that_is_too_small(on_cpu):
     chip = dataclasses.replace(targets.CHIPS["h100"], memory=10_000)
-    report = preflight.examine(small(rounds=0), targets.Target(chip, (1, 1)))
+    report = estimates.examine(small(rounds=0), targets.Target(chip, (1, 1)))
     assert report.collectives == {} and report.collective_seconds == 0
     assert not report.fits and report.needed > 10_000
 
@@ -139,7 +140,7 @@ def test_times_follow_from_seconds(mogrifier):
 def test_hidden_size_split_over_chips(mogrifier, on_cpu):
     """Half of every wide weight on each chip, and small collectives at every step of the loop."""
     config = small(rounds=2, mesh=dict(data=2, model=2))
-    split = preflight.examine(config, targets.parse("h100:4"))
+    split = estimates.examine(config, targets.parse("h100:4"))
     assert split.flops == mogrifier.flops
     assert split.bytes["weights"] < 0.6 * mogrifier.bytes["weights"]
     few, many = (sum(n for n, _ in r.collectives.values()) for r in (mogrifier, split))
@@ -148,7 +149,7 @@ def test_hidden_size_split_over_chips(mogrifier, on_cpu):
 
 @pytest.mark.slow
 def test_numbers_are_of_one_step_of_a_dispatch(mogrifier, on_cpu):
-    one = preflight.examine(small(rounds=2, log_every=1), targets.parse("h100:4"))
+    one = estimates.examine(small(rounds=2, log_every=1), targets.parse("h100:4"))
     assert one.collectives == mogrifier.collectives and one.flops == mogrifier.flops
     assert one.seconds == pytest.approx(mogrifier.seconds, rel=0.3)
 
@@ -156,7 +157,7 @@ def test_numbers_are_of_one_step_of_a_dispatch(mogrifier, on_cpu):
 @pytest.mark.slow
 def test_search_ranks_splits_and_names_refusals(on_cpu, capsys, tmp_path):
     config = small(rounds=0, data=dict(batch_size=2))
-    reports = preflight.run(config, "h100:4", search=True, json_path=str(tmp_path / "a" / "b.json"))
+    reports = estimates.run(config, "h100:4", search=True, json_path=str(tmp_path / "a" / "b.json"))
     assert {(r.data, r.model) for r in reports} == {(2, 2), (1, 4)}  # 4 x 1 cannot split 2 stripes.
     assert reports[0].seconds <= reports[1].seconds
     said = capsys.readouterr().out
@@ -165,7 +166,7 @@ def test_search_ranks_splits_and_names_refusals(on_cpu, capsys, tmp_path):
     assert written["versions"]["jax"] == jax.__version__ and len(written["reports"]) == 2
     assert written["reports"][0]["tokens_per_second"] == reports[0].tokens_per_second
     with pytest.raises(errors.UsageError, match=r"no split of h100:4 works.*batch_size 1 is"):
-        preflight.run(
+        estimates.run(
             small(rounds=0, data=dict(batch_size=1), model=dict(hidden_size=7)),
             "h100:4",
             search=True,
@@ -175,13 +176,13 @@ def test_search_ranks_splits_and_names_refusals(on_cpu, capsys, tmp_path):
 @pytest.mark.slow
 def test_a_compiler_that_refuses(refusal):
     refusal(FULL)
-    report = preflight.examine(small(rounds=0), targets.parse("h100:1"))
+    report = estimates.examine(small(rounds=0), targets.parse("h100:1"))
     assert not report.fits and report.needed == 20 * 2**30 and math.isnan(report.seconds)
     assert report.to_dict()["seconds"] is None
-    assert "DOES NOT FIT" in preflight.describe(report)
+    assert "DOES NOT FIT" in estimates.describe(report)
     refusal("INTERNAL: a bug")
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        preflight.examine(small(rounds=0), targets.parse("h100:1"))
+        estimates.examine(small(rounds=0), targets.parse("h100:1"))
 
 
 def test_abstract_stream_is_the_real_one_without_text():
@@ -215,7 +216,7 @@ def test_known_corpora_need_not_be_here(name, vocab_size, monkeypatch):
 def test_with_the_real_compiler(topology):
     if not INSTALLED[topology]:
         pytest.skip(f"the compiler for {topology} is not installed")
-    report = preflight.examine(small(rounds=2), targets.parse(topology))
+    report = estimates.examine(small(rounds=2), targets.parse(topology))
     assert report.fits and not report.notes
     _, size = report.collectives["all-reduce"]
     assert 4 * report.parameters < size <= 4 * (report.parameters + 8)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.extend
 
-from mogrifier_jax import hlo
+from mogrifier_jax.preflight import hlo
 
 _CONTRACTED = re.compile(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([\d,"]*)')
 _FREE = frozenset(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from mogrifier_jax import flops, hlo, targets
+from mogrifier_jax.preflight import flops, hlo, targets
 
 COLLECTIVES = (
     "all-reduce",

@@ -3,7 +3,8 @@ import os
 
 import pytest
 
-from mogrifier_jax import errors, targets
+from mogrifier_jax import errors
+from mogrifier_jax.preflight import targets
 
 INSTALLED = {
     "tpu": importlib.util.find_spec("libtpu") is not None,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mogrifier_jax import hlo
+from mogrifier_jax.preflight import hlo
 
 
 def program(text):

@@ -1,0 +1,1 @@
+"""What a run will cost on chips that are not here."""
