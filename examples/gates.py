@@ -10,7 +10,7 @@ import math
 import sys
 
 import mogrifier_jax
-from mogrifier_jax import gate_plots
+from mogrifier_jax.analysis import gate_plots
 
 
 def main(workdir, path, text):

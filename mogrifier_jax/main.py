@@ -141,7 +141,7 @@ def sweep() -> None:
     require_config()
     if _SET.value is None:
         raise errors.UsageError("--set is missing; give sets of the experiment, as --set=rounds")
-    from mogrifier_jax import sweeps
+    from mogrifier_jax.analysis import sweeps
 
     sweeps.run(
         config_filename(),
@@ -156,7 +156,7 @@ def sweep() -> None:
 
 def inspect() -> None:
     """Compares gates and losses of the runs in --workdir (several: a,b,c)."""
-    from mogrifier_jax import inspection
+    from mogrifier_jax.analysis import inspection
 
     folders = (_WORKDIR.value or "").split(",")
     if not all(folders):

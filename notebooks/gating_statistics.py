@@ -18,7 +18,8 @@ from IPython.display import Markdown
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 import mogrifier_jax
-from mogrifier_jax import comparisons, experiment, gate_plots, inspection, losses
+from mogrifier_jax import experiment
+from mogrifier_jax.analysis import comparisons, gate_plots, inspection, token_losses
 from mogrifier_jax.data import corpora
 from mogrifier_jax.training import train
 
@@ -131,18 +132,22 @@ scores = {
     name: inspection.read_scores(workdir, SPLIT, max_windows=WINDOWS)
     for name, workdir in workdirs.items()
 }
-counts = losses.count_tokens(corpus.train.tokens, len(vocab))
+counts = token_losses.count_tokens(corpus.train.tokens, len(vocab))
 edges = (0, 100, 1_000, 3_000, 10_000, 30_000)
-by_frequency = {name: losses.by_frequency(given, counts, edges) for name, given in scores.items()}
+by_frequency = {
+    name: token_losses.by_frequency(given, counts, edges) for name, given in scores.items()
+}
 gate_plots.draw_losses(by_frequency, "times that the token is in the training text")
 
 # %%
-by_position = {name: losses.by_position(given, vocab.eos_id) for name, given in scores.items()}
+by_position = {
+    name: token_losses.by_position(given, vocab.eos_id) for name, given in scores.items()
+}
 gate_plots.draw_losses(by_position, "tokens before it in the line")
 
 # %%
 # Each model after losses of its own: the tokens are not the same.
 recovery = {
-    name: losses.recovery(given.nats, (0, 0.5, 1, 2, 4, 6)) for name, given in scores.items()
+    name: token_losses.recovery(given.nats, (0, 0.5, 1, 2, 4, 6)) for name, given in scores.items()
 }
 gate_plots.draw_losses(recovery, "loss of the token before it, nats")

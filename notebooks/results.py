@@ -11,7 +11,8 @@ import pathlib
 from IPython.display import Markdown, display
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from mogrifier_jax import comparisons, experiment, figures
+from mogrifier_jax import experiment
+from mogrifier_jax.analysis import comparisons, figures
 from mogrifier_jax.evaluation import report
 from mogrifier_jax.training import metrics
 

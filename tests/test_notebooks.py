@@ -6,7 +6,7 @@ import pathlib
 import nbformat
 import pytest
 
-from mogrifier_jax import inspection
+from mogrifier_jax.analysis import inspection
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 SPEC = importlib.util.spec_from_file_location("make_notebooks", FOLDER / "make.py")

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import analysis, errors, gate_plots, losses
+from mogrifier_jax import errors
+from mogrifier_jax.analysis import gate_plots, gating, token_losses
 from mogrifier_jax.data import tasks, vocabulary
 from mogrifier_jax.evaluation import passes
 from mogrifier_jax.nn import models
@@ -36,7 +37,7 @@ def streamed(values, valid, pieces):
     for chunk, mask in zip(
         np.array_split(values, pieces), np.array_split(valid, pieces), strict=True
     ):
-        total = analysis.merge(total, analysis.summarise(jnp.asarray(chunk), mask, 0.0, 1.0))
+        total = gating.merge(total, gating.summarise(jnp.asarray(chunk), mask, 0.0, 1.0))
     return total
 
 
@@ -46,12 +47,12 @@ def test_merged_windows_equal_the_whole():
     values = rng.beta(0.4, 0.6, (30, 4, 6)).astype(np.float32)
     valid = rng.random((30, 4)) < 0.7
     total = streamed(values, valid, pieces=4)
-    found, expected = analysis.describe(total, 0.0, 1.0), direct(values, valid)
+    found, expected = gating.describe(total, 0.0, 1.0), direct(values, valid)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
     assert found["tokens"] == valid.sum() and found["units"] == 6
     np.testing.assert_allclose(total.mean, values[valid].mean(0), rtol=2e-6)
-    counts, _ = np.histogram(values[valid], analysis.BINS, (0, 1))
+    counts, _ = np.histogram(values[valid], gating.BINS, (0, 1))
     # A value on an edge may fall to either side of it.
     assert np.abs(np.cumsum(total.histogram - counts)).max() <= 2
     assert total.histogram.sum() == values[valid].size
@@ -67,9 +68,9 @@ def test_merged_windows_equal_the_whole():
 
 def test_windows_without_tokens_change_nothing():
     values, valid = np.full((2, 1, 3), 0.25, np.float32), np.ones((2, 1), bool)
-    one = analysis.merge(None, analysis.summarise(jnp.asarray(values), valid, 0.0, 1.0))
-    empty = analysis.summarise(jnp.asarray(values), ~valid, 0.0, 1.0)
-    for a, b in zip(one, analysis.merge(one, empty), strict=True):
+    one = gating.merge(None, gating.summarise(jnp.asarray(values), valid, 0.0, 1.0))
+    empty = gating.summarise(jnp.asarray(values), ~valid, 0.0, 1.0)
+    for a, b in zip(one, gating.merge(one, empty), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -77,13 +78,13 @@ def test_hand_made_gates_have_known_saturation():
     """Two units: one is closed three times of four, the other open once and half open else."""
     unit_1, unit_2 = [0.0, 0.05, 0.09, 0.5], [0.95, 0.5, 0.5, 0.5]
     values = jnp.asarray([unit_1, unit_2], jnp.float32).T[:, None]
-    found = analysis.summarise(values, np.ones((4, 1), bool), 0.0, 1.0, bins=10)
+    found = gating.summarise(values, np.ones((4, 1), bool), 0.0, 1.0, bins=10)
     assert found.low.tolist() == [3, 0] and found.high.tolist() == [0, 1]
     assert found.histogram.tolist() == [3, 0, 0, 0, 0, 4, 0, 0, 0, 1]
-    described = analysis.describe(analysis.merge(None, found), 0.0, 1.0)
+    described = gating.describe(gating.merge(None, found), 0.0, 1.0)
     assert described["saturated_low"] == 3 / 8 and described["saturated_high"] == 1 / 8
     # The same values in a range that is twice as wide are closer to its lower end.
-    wide = analysis.summarise(values, np.ones((4, 1), bool), 0.0, 2.0, bins=10)
+    wide = gating.summarise(values, np.ones((4, 1), bool), 0.0, 2.0, bins=10)
     assert wide.low.tolist() == [3, 0] and wide.high.tolist() == [0, 0]
 
 
@@ -99,12 +100,12 @@ def test_hand_made_gates_have_known_saturation():
 )
 def test_ranges_are_those_of_the_paper(name, rounds, expected):
     """Together the rounds scale by 0 to 2^ceil(r/2) and 2^floor(r/2)."""
-    assert analysis.limits(name, rounds) == expected
+    assert gating.limits(name, rounds) == expected
 
 
 def test_quantiles_come_from_the_histogram():
-    assert analysis.quantile(np.array([0, 10, 0, 0]), 0.5, 0.0, 4.0) == 1.5
-    assert analysis.quantile(np.array([5, 0, 0, 5]), 0.25, 0.0, 4.0) == 0.5
+    assert gating.quantile(np.array([0, 10, 0, 0]), 0.5, 0.0, 4.0) == 1.5
+    assert gating.quantile(np.array([5, 0, 0, 5]), 0.25, 0.0, 4.0) == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def trial():
     stripes = tokens.reshape(STRIPES, -1)
     inputs = np.concatenate([np.zeros((STRIPES, 1), int), stripes[:, :-1]], 1).astype(np.int32)
     gates = quick.jit(lambda x: model.apply({"params": params}, x, method="gates"))(inputs)[0]
-    report = analysis.GateAnalysis(model, plan)(params, top=4)
+    report = gating.GateAnalysis(model, plan)(params, top=4)
     return report, gates, inputs
 
 
@@ -172,7 +173,7 @@ def test_strong_gating_is_found_where_it_is(trial):
 
 def test_twice_and_half_are_equally_strong():
     scale = jnp.asarray([[2.0, 2.0], [0.5, 0.5], [1.0, 1.0], [4.0, 1.0]])
-    np.testing.assert_allclose(analysis.strength(scale), [1, 1, 0, 1])
+    np.testing.assert_allclose(gating.strength(scale), [1, 1, 0, 1])
 
 
 @pytest.mark.slow
@@ -188,7 +189,7 @@ def test_models_without_rounds_have_gates_too():
     model = models.make_model(VOCAB, cell="lstm", hidden_size=3, num_layers=1)
     params = quick.jit(model.init)(jax.random.key(0), **model.example())["params"]
     split = vocabulary.EncodedSplit(np.array([1, 2, 0], np.uint8), np.array([0]))
-    report = analysis.GateAnalysis(model, tasks.plan_text(split, 0, 1, 4))(params)
+    report = gating.GateAnalysis(model, tasks.plan_text(split, 0, 1, 4))(params)
     assert [row["gate"] for row in report.rows()] == ["c", "f", "i", "j", "o"]
     assert report.rounds == 0 and report.strongest() == [] and report.counts.sum() == 3
 
@@ -196,7 +197,7 @@ def test_models_without_rounds_have_gates_too():
 def test_an_encoder_decoder_is_refused():
     model = models.make_model(VOCAB, encoder_decoder=True, hidden_size=3)
     with pytest.raises(errors.UsageError, match="give a language model"):
-        analysis.GateAnalysis(model, tasks.Plan((), None, 1, 1, False))
+        gating.GateAnalysis(model, tasks.Plan((), None, 1, 1, False))
 
 
 def scores(tokens, nats):
@@ -205,33 +206,33 @@ def scores(tokens, nats):
 
 def test_loss_by_frequency():
     given = scores([0, 1, 2, 1], [1.0, 2.0, 4.0, 3.0])
-    rows = losses.by_frequency(given, np.array([5, 100, 0]), edges=(0, 1, 10))
+    rows = token_losses.by_frequency(given, np.array([5, 100, 0]), edges=(0, 1, 10))
     assert [(row["tokens"], row["nats"]) for row in rows] == [(1, 4.0), (1, 1.0), (2, 2.5)]
     assert rows[2]["error"] == pytest.approx(0.5) and math.isnan(rows[0]["error"])
 
 
 def test_loss_by_position_counts_from_the_beginning_of_the_line():
     tokens = [3, 4, 0, 0, 5, 0, 6]  # The end of a line belongs to it; one line is empty.
-    assert losses.positions(np.array(tokens), 0).tolist() == [0, 1, 2, 0, 0, 1, 0]
-    rows = losses.by_position(scores(tokens, range(7)), 0, edges=(0, 1))
+    assert token_losses.positions(np.array(tokens), 0).tolist() == [0, 1, 2, 0, 0, 1, 0]
+    rows = token_losses.by_position(scores(tokens, range(7)), 0, edges=(0, 1))
     assert [row["nats"] for row in rows] == [(0 + 3 + 4 + 6) / 4, (1 + 2 + 5) / 3]
 
 
 def test_recovery_looks_one_token_ahead():
     nats = np.array([9.0, 1.0, 5.0, 2.0, 0.0])
-    found = losses.recovery(nats, thresholds=(0.5, 4, 8))
+    found = token_losses.recovery(nats, thresholds=(0.5, 4, 8))
     assert [row["tokens"] for row in found] == [4, 2, 1]
     assert [row["nats"] for row in found] == [2.0, 1.5, 1.0]
-    rows = losses.after_surprise(nats, edges=(0, 4))
+    rows = token_losses.after_surprise(nats, edges=(0, 4))
     assert [row["nats"] for row in rows] == [2.5, 1.5]
-    assert losses.compare(rows, rows) == [0.0, 0.0]
+    assert token_losses.compare(rows, rows) == [0.0, 0.0]
 
 
 def test_wrong_buckets_are_refused():
     with pytest.raises(errors.UsageError, match="must grow"):
-        losses.group(np.arange(3), np.ones(3), (0, 2, 1))
+        token_losses.group(np.arange(3), np.ones(3), (0, 2, 1))
     with pytest.raises(errors.UsageError, match="3 keys for 2 tokens"):
-        losses.group(np.arange(3), np.ones(2), (0, 1))
+        token_losses.group(np.arange(3), np.ones(2), (0, 1))
 
 
 @pytest.mark.slow
@@ -255,7 +256,7 @@ def test_pictures_show_what_is_there(trial):
     scale[1, 2] = 4.0
     shown = gate_plots.draw_heat_map(["a", "b", "c"], scale, units=2).axes[0].images[0].get_array()
     assert shown.shape == (2, 3) and shown.max() == 2.0 and shown[1, 1] == 2.0
-    rows = losses.recovery(np.array([9.0, 1.0, 5.0, 2.0, 0.0]), thresholds=(0.5, 4))
+    rows = token_losses.recovery(np.array([9.0, 1.0, 5.0, 2.0, 0.0]), thresholds=(0.5, 4))
     worse = [{**row, "nats": row["nats"] + 1} for row in rows]
     fig = gate_plots.draw_losses({"LSTM": worse, "Mogrifier": rows}, "loss before")
     assert [text.get_text() for text in fig.axes[0].get_xticklabels()] == ["> 0.5", "> 4"]

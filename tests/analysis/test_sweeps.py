@@ -9,12 +9,13 @@ import sys
 import jax
 import pytest
 
-from mogrifier_jax import comparisons, errors, experiment, figures, partitioning, sweeps
+from mogrifier_jax import errors, experiment, partitioning
+from mogrifier_jax.analysis import comparisons, figures, sweeps
 from mogrifier_jax.experiment import Row, Set
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import runs, train
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 ABLATION = str(ROOT / "experiments" / "ablation.py")
 COPY = str(ROOT / "experiments" / "reverse_copy.py")
 PAPER = experiment.paper_numbers()

@@ -20,7 +20,8 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import comparisons, errors, experiment
+from mogrifier_jax import errors, experiment
+from mogrifier_jax.analysis import comparisons
 from mogrifier_jax.training import progress, runs, signals, train, workdirs
 
 POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mogrifier_jax import errors, inspection
+from mogrifier_jax import errors
+from mogrifier_jax.analysis import inspection
 
 
 def gate(mean, **others):

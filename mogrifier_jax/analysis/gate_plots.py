@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mogrifier_jax import analysis, figures
+from mogrifier_jax.analysis import figures, gating
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def draw_histograms(
-    reports: Mapping[str, analysis.Report], gates: Sequence[str] = ("f", "i", "o")
+    reports: Mapping[str, gating.Report], gates: Sequence[str] = ("f", "i", "o")
 ) -> Any:
     """The distribution of each gate's values, layers from top to bottom."""
     layers = sorted({layer + 1 for report in reports.values() for layer, _ in report.summaries})
@@ -38,7 +38,7 @@ def draw_histograms(
 
 
 def draw_saturation(
-    reports: Mapping[str, analysis.Report], gates: Sequence[str] = ("f", "i", "o"), layer: int = 1
+    reports: Mapping[str, gating.Report], gates: Sequence[str] = ("f", "i", "o"), layer: int = 1
 ) -> Any:
     """How much of the time each unit is saturated: closed to the right, open upwards."""
     fig, panels = _panels(1, len(gates), width=3.0, height=3.0)
@@ -57,7 +57,7 @@ def draw_saturation(
     return fig
 
 
-def draw_ranges(report: analysis.Report) -> Any:
+def draw_ranges(report: gating.Report) -> Any:
     """Where the gates of each round work nine times of ten, and their means."""
     names = [*(f"round{number + 1}" for number in range(report.rounds)), "x_scale", "h_scale"]
     rows = [row for row in report.rows() if row["gate"] in names]

@@ -20,7 +20,8 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import experiment, figures
+from mogrifier_jax import experiment
+from mogrifier_jax.analysis import figures
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, progress, workdirs

@@ -13,7 +13,8 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import analysis, comparisons, errors, losses
+from mogrifier_jax import errors
+from mogrifier_jax.analysis import comparisons, gating, token_losses
 from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.evaluation import passes, pretrained, report, texts
 from mogrifier_jax.nn import models
@@ -42,10 +43,10 @@ def read_gates(
     *,
     max_windows: int | None = None,
     source_dir: str | None = None,
-) -> analysis.Report:
+) -> gating.Report:
     """Gate statistics of the best weights of a run on a split of its corpus."""
     loaded, plan = open_split(workdir, split, source_dir)
-    read = analysis.GateAnalysis(loaded.model, plan)
+    read = gating.GateAnalysis(loaded.model, plan)
     return read(loaded.params, max_windows=max_windows, title=split)
 
 
@@ -109,13 +110,13 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
     ignored = ("name", "batch_size", "window", "episodic", "drop_state_probability")
     options = {key: value for key, value in config.data.items() if key not in ignored}
     corpus = corpora.load_corpus(config.data.name, **options)
-    counts = losses.count_tokens(corpus.train.tokens, len(vocab))
+    counts = token_losses.count_tokens(corpus.train.tokens, len(vocab))
     return NAMES.get(model, model), {
         "gates": [row for row in gates if row["gate"] in GATES],
         "rounds": [row for row in gates if row["gate"] not in (*GATES, "j", "c")],
-        "frequency": losses.by_frequency(scores, counts),
-        "position": losses.by_position(scores, vocab.eos_id),
-        "recovery": losses.recovery(scores.nats),
+        "frequency": token_losses.by_frequency(scores, counts),
+        "position": token_losses.by_position(scores, vocab.eos_id),
+        "recovery": token_losses.recovery(scores.nats),
     }
 
 

@@ -1,0 +1,1 @@
+"""Sweeps, gates, losses and pictures of trained runs."""
