@@ -22,8 +22,8 @@ import math
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
-from mogrifier_jax.experiment import Row, Set
+from mogrifier_jax import configs
+from mogrifier_jax.configs import Row, Set
 
 LSTM = dict(
     model=dict(rounds=0, rank=0),
@@ -84,7 +84,7 @@ TINY = dict(
 
 
 def get_config(variant=""):
-    model, condition, size = experiment.choose(variant, MODELS, CONDITIONS, ("", "small", "tiny"))
+    model, condition, size = configs.choose(variant, MODELS, CONDITIONS, ("", "small", "tiny"))
     config = config_dict.ConfigDict()
     config.seed = 1
     config.log_every = 50  # Steps; also how many run in one dispatch.
@@ -136,7 +136,7 @@ def get_config(variant=""):
         accumulate_reduce="sum",
     )
     config.averaging = dict(kind="triggered", trigger_turns=50, trigger_at_the_latest=400)
-    config.schedule = dict(turns=600, steps_per_turn=100, **experiment.schedule_options())
+    config.schedule = dict(turns=600, steps_per_turn=100, **configs.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
         temperature_tokens=50_000,
@@ -163,7 +163,7 @@ def get_config(variant=""):
     return config.lock()
 
 
-PAPER = experiment.paper_numbers()
+PAPER = configs.paper_numbers()
 NAMES = {
     "mogrifier": "Mogrifier",
     "full_rank": "full rank",

@@ -18,7 +18,7 @@ Variants: `mogrifier` (default) or `lstm`; `96m` (default) or `48m`; `tiny` is a
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 
 # The Mogrifier of 96M is spelt out in get_config.
 TUNED = {
@@ -64,7 +64,7 @@ TINY = dict(
 
 
 def get_config(variant=""):
-    cell, budget, size = experiment.choose(
+    cell, budget, size = configs.choose(
         variant, ("mogrifier", "lstm"), ("96m", "48m"), ("", "tiny")
     )
     config = config_dict.ConfigDict()
@@ -113,7 +113,7 @@ def get_config(variant=""):
         accumulate_reduce="sum",
     )
     config.averaging = dict(kind="triggered", trigger_turns=10, trigger_at_the_latest=80)
-    config.schedule = dict(turns=100, steps_per_turn=400, **experiment.schedule_options())
+    config.schedule = dict(turns=100, steps_per_turn=400, **configs.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
         temperature_tokens=50_000,

@@ -18,7 +18,7 @@ Variants: `mogrifier` (default) or `lstm`; `en` (default) or `fi`; `tiny` is a s
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 
 # The English Mogrifier is spelt out in get_config.
 TUNED = {
@@ -64,7 +64,7 @@ TINY = dict(
 
 
 def get_config(variant=""):
-    cell, language, size = experiment.choose(
+    cell, language, size = configs.choose(
         variant, ("mogrifier", "lstm"), ("en", "fi"), ("", "tiny")
     )
     config = config_dict.ConfigDict()
@@ -114,7 +114,7 @@ def get_config(variant=""):
         accumulate_reduce="sum",
     )
     config.averaging = dict(kind="triggered", trigger_turns=25, trigger_at_the_latest=400)
-    config.schedule = dict(turns=500, steps_per_turn=200, **experiment.schedule_options())
+    config.schedule = dict(turns=500, steps_per_turn=200, **configs.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
         temperature_tokens=50_000,

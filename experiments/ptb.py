@@ -20,7 +20,7 @@ steps, for a CPU; `tiny` is a smoke run.
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 
 LSTM = dict(
     model=dict(rounds=0, rank=0),
@@ -50,7 +50,7 @@ TINY = dict(
 
 
 def get_config(variant=""):
-    cell, size = experiment.choose(variant, ("mogrifier", "lstm"), ("", "small", "tiny"))
+    cell, size = configs.choose(variant, ("mogrifier", "lstm"), ("", "small", "tiny"))
     config = config_dict.ConfigDict()
     config.seed = 1
     config.log_every = 20  # Steps; also how many run in one dispatch.
@@ -97,7 +97,7 @@ def get_config(variant=""):
         accumulate_reduce="sum",
     )
     config.averaging = dict(kind="triggered", trigger_turns=50, trigger_at_the_latest=800)
-    config.schedule = dict(turns=1000, steps_per_turn=200, **experiment.schedule_options())
+    config.schedule = dict(turns=1000, steps_per_turn=200, **configs.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
         temperature_tokens=50_000,

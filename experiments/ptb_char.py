@@ -19,7 +19,7 @@ Variants: `mogrifier` (default) or `lstm`; `tiny` is a smoke run.
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 
 TINY = dict(
     data=dict(batch_size=32, window=16),
@@ -31,7 +31,7 @@ TINY = dict(
 
 
 def get_config(variant=""):
-    cell, size = experiment.choose(variant, ("mogrifier", "lstm"), ("", "tiny"))
+    cell, size = configs.choose(variant, ("mogrifier", "lstm"), ("", "tiny"))
     config = config_dict.ConfigDict()
     config.seed = 1
     config.log_every = 20  # Steps; also how many run in one dispatch.
@@ -78,7 +78,7 @@ def get_config(variant=""):
         accumulate_reduce="sum",
     )
     config.averaging = dict(kind="triggered", trigger_turns=25, trigger_at_the_latest=400)
-    config.schedule = dict(turns=500, steps_per_turn=200, **experiment.schedule_options())
+    config.schedule = dict(turns=500, steps_per_turn=200, **configs.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
         temperature_tokens=50_000,

@@ -23,8 +23,8 @@ smoke run. Sets: `10m_1k`, `24m_10k`, `small`, `tiny`. Measured numbers are in R
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
-from mogrifier_jax.experiment import Row, Set
+from mogrifier_jax import configs
+from mogrifier_jax.configs import Row, Set
 
 LENGTHS = (50, 100, 150, 200)
 SMALL_LENGTHS = (5, 10, 15, 20)
@@ -55,7 +55,7 @@ SIZES = {
 
 def get_config(variant=""):
     lengths = [f"length{length}" for length in (150, 50, 100, 200, *SMALL_LENGTHS)]
-    cell, length, size = experiment.choose(variant, ("mogrifier", "lstm"), lengths, SIZES)
+    cell, length, size = configs.choose(variant, ("mogrifier", "lstm"), lengths, SIZES)
     length = int(length.removeprefix("length"))
     config = config_dict.ConfigDict()
     config.seed = 1
@@ -103,7 +103,7 @@ def get_config(variant=""):
         accumulate_reduce="sum",
     )
     config.averaging = dict(kind="triggered", trigger_turns=10, trigger_at_the_latest=80)
-    config.schedule = dict(turns=100, steps_per_turn=200, **experiment.schedule_options())
+    config.schedule = dict(turns=100, steps_per_turn=200, **configs.schedule_options())
     config.evaluation = dict(
         softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
         temperature_tokens=50_000,
@@ -127,7 +127,7 @@ def compare(lengths, paper=None):
     return Set("Reverse copy", rows, x_label="sequence length", unit="nats")
 
 
-PAPER = experiment.paper_numbers()["reverse_copy"]
+PAPER = configs.paper_numbers()["reverse_copy"]
 SETS = {
     "10m_1k": compare(LENGTHS, PAPER["10m_1k"]),
     "24m_10k": compare(LENGTHS, PAPER["24m_10k"]),  # With --config=experiments/reverse_copy.py:24m.

@@ -18,7 +18,7 @@ from IPython.display import Markdown
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 import mogrifier_jax
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 from mogrifier_jax.analysis import comparisons, gate_plots, inspection, token_losses
 from mogrifier_jax.data import corpora
 from mogrifier_jax.training import train
@@ -37,7 +37,7 @@ workdirs = {}
 for name, file in FILES.items():
     workdirs[name] = RUNS / file.replace(".py", "").replace(":", "_").replace(",", "_")
     if not (workdirs[name] / "results.json").exists():
-        config = experiment.load_config(f"../experiments/{file}")
+        config = configs.load_config(f"../experiments/{file}")
         train.train_and_evaluate(config, str(workdirs[name]))
 
 runs = {name: mogrifier_jax.load(workdir) for name, workdir in workdirs.items()}

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 import mogrifier_jax
-from mogrifier_jax import MogrifierLSTMCell, experiment
+from mogrifier_jax import MogrifierLSTMCell, configs
 from mogrifier_jax.training import train
 
 QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Seconds instead of minutes: for tests.
@@ -160,9 +160,7 @@ print(write("Mogrifier", "The statement ", 20 if QUICK else 300))
 variant = ":tiny" if QUICK else ""
 workdir = RUNS / f"pydoc{variant.replace(':', '_')}"
 if not (workdir / "results.json").exists():
-    train.train_and_evaluate(
-        experiment.load_config(f"../experiments/pydoc.py{variant}"), str(workdir)
-    )
+    train.train_and_evaluate(configs.load_config(f"../experiments/pydoc.py{variant}"), str(workdir))
 model = mogrifier_jax.load(workdir)
 print(model)
 

@@ -11,14 +11,14 @@ import pathlib
 from IPython.display import Markdown, display
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 from mogrifier_jax.analysis import comparisons, figures
 from mogrifier_jax.evaluation import report
 from mogrifier_jax.training import metrics
 
 FOLDER = pathlib.Path("../docs/results")
 set_matplotlib_formats("png")
-paper = experiment.paper_numbers()
+paper = configs.paper_numbers()
 
 # %% [markdown]
 # ## The paper's main results
@@ -45,7 +45,7 @@ Markdown(
 
 # %%
 for file, name in (("ablation", "rounds"), ("ablation", "table"), ("reverse_copy", "10m_1k")):
-    each = experiment.load_file(f"../experiments/{file}.py").SETS[name]
+    each = configs.load_file(f"../experiments/{file}.py").SETS[name]
     display(figures.figure_of_set(each, []))
 
 # %% [markdown]
@@ -66,7 +66,7 @@ print(f"{len(measured)} sets: {', '.join(measured)}")
 def find_set(stem):
     """The set of an experiment file that a file of results belongs to."""
     for file in ("ablation", "reverse_copy"):
-        sets = experiment.load_file(f"../experiments/{file}.py").SETS
+        sets = configs.load_file(f"../experiments/{file}.py").SETS
         for name, each in sets.items():
             if stem.startswith(f"{file}_") and stem.endswith(f"_{name}"):
                 return each

@@ -14,7 +14,7 @@ from unittest import mock
 
 from ml_collections import config_dict
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 
 ROOT = pathlib.Path(__file__).parents[1]
 PATH = ROOT / "tests" / "data" / "resolved_configs.json"
@@ -42,15 +42,15 @@ def differences(config, recorded, variant):
 
 def find_variants(module):
     """All combinations that a file has, by the groups among which it chooses."""
-    choose = experiment.choose
-    with mock.patch.object(experiment, "choose", side_effect=choose) as spy:
+    choose = configs.choose
+    with mock.patch.object(configs, "choose", side_effect=choose) as spy:
         module.get_config()
     groups = [tuple(group) for group in spy.call_args.args[1:]]
     return [",".join(filter(None, names)) for names in itertools.product(*groups)]
 
 
 def record_file(path):
-    module = experiment.load_file(str(path))
+    module = configs.load_file(str(path))
     base = flatten(module.get_config())
     changes = {}
     for variant in find_variants(module):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mogrifier_jax
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 from tests import quick, workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 def load(monkeypatch):
     """Imports an example, with compilers that are in a hurry."""
     monkeypatch.setattr(jax, "jit", quick.jit)
-    return lambda name: experiment.load_file(str(ROOT / "examples" / name))
+    return lambda name: configs.load_file(str(ROOT / "examples" / name))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from mogrifier_jax import errors, experiment
+from mogrifier_jax import configs, errors
 from mogrifier_jax.nn import sizing
 from mogrifier_jax.training import averaging, optim, schedule
 from tests import resolved_configs
@@ -190,7 +190,7 @@ def test_docstrings_quote_the_paper(table):
     for row in rows:
         name, _, variant = row["experiment"].partition(":")
         groups = VARIANTS[name]
-        chosen = experiment.choose(variant, *groups)
+        chosen = configs.choose(variant, *groups)
         label = {"mogrifier": "Mogrifier", "lstm": "LSTM"}[chosen[0]]
         if len(groups) == 3:
             label = f"{chosen[1].replace('m', 'M')} {label}"
@@ -242,8 +242,8 @@ def test_bad_variants_are_refused(variant, message):
 
 def test_variants_come_in_any_order():
     groups = (CELLS, ("96m", "48m"), ("", "tiny"))
-    assert experiment.choose("", *groups) == ("mogrifier", "96m", "")
-    assert experiment.choose("48m, lstm", *groups) == ("lstm", "48m", "")
+    assert configs.choose("", *groups) == ("mogrifier", "96m", "")
+    assert configs.choose("48m, lstm", *groups) == ("lstm", "48m", "")
     assert get_config("enwik8.py:tiny,48m,lstm") == get_config("enwik8.py:lstm,48m,tiny")
     assert get_config("enwik8.py:48m") != get_config("enwik8.py:96m") == get_config("enwik8.py")
 

@@ -18,7 +18,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import pydoc
-from mogrifier_jax import errors, experiment, launch, main
+from mogrifier_jax import configs, errors, launch, main
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import methods, options
 from tests import workdir
@@ -221,7 +221,7 @@ def inline(text):
 def is_flag(name):
     """Whether main, launch or an experiment has it."""
     if name.startswith("config."):
-        config = experiment.load_config(str(ROOT / "experiments" / "text.py"))
+        config = configs.load_config(str(ROOT / "experiments" / "text.py"))
         return find_key(config, name.removeprefix("config."))
     if name.startswith("eval."):
         return find_key(options.evaluation(), name.removeprefix("eval."))

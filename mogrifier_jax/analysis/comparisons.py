@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 from mogrifier_jax.analysis import figures
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
@@ -29,7 +29,7 @@ from mogrifier_jax.training import metrics, progress, workdirs
 SPLITS = ("valid", "test")
 
 
-def collect(each: experiment.Set, folders: Mapping[str, Sequence[pathlib.Path]]) -> list[dict]:
+def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) -> list[dict]:
     """A row for each variant of a set that has a run which is done, given all its folders.
 
     Each row holds what `Row` does, sizes, and `valid` and `test`: scores of the seeds, with their
@@ -146,7 +146,7 @@ def describe(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def write(
     sweep: Any,
-    sets: Mapping[str, experiment.Set],
+    sets: Mapping[str, configs.Set],
     workdir: str | os.PathLike,
     seeds: Sequence[int],
     report: str | None = None,

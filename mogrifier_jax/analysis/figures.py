@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mogrifier_jax import experiment
+from mogrifier_jax import configs
 from mogrifier_jax.training import metrics
 
 Rows = Sequence[Mapping[str, Any]]
@@ -28,13 +28,13 @@ def in_unit(nats: float, unit: str) -> float:
     return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
 
 
-def draw_set(each: experiment.Set, rows: Rows, path: str | os.PathLike) -> None:
+def draw_set(each: configs.Set, rows: Rows, path: str | os.PathLike) -> None:
     """Draws the rows of `comparisons.collect`; what the paper has stands in a panel beside them."""
     fig = figure_of_set(each, rows)
     fig.savefig(path, dpi=150)
 
 
-def figure_of_set(each: experiment.Set, rows: Rows) -> Any:
+def figure_of_set(each: configs.Set, rows: Rows) -> Any:
     """The Matplotlib figure of a set: what was measured and what the paper has, or one of them."""
     from matplotlib import figure
 
@@ -85,7 +85,7 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
     return fig
 
 
-def _draw(axes, each: experiment.Set, points, unit: str) -> None:
+def _draw(axes, each: configs.Set, points, unit: str) -> None:
     """One panel; `points` are (row, mean, spread, scores of the seeds or None)."""
     name = f"validation, {LABELS[unit]}"
     if all(row["x"] is None for row, *_ in points):

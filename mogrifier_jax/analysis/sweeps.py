@@ -20,7 +20,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, experiment
+from mogrifier_jax import configs, errors
 from mogrifier_jax.analysis import comparisons
 from mogrifier_jax.training import progress, runs, signals, train, workdirs
 
@@ -45,7 +45,7 @@ class Sweep:
     def __init__(self, filename: str, overrides: Mapping[str, Any] | None = None):
         self.path, _, self.size = filename.partition(":")
         self.overrides = dict(overrides or {})
-        self.module = experiment.load_file(self.path)
+        self.module = configs.load_file(self.path)
         if not hasattr(self.module, "SETS"):
             raise errors.UsageError(
                 f"{self.path} has no sets to sweep over; use a file that defines SETS, such as "
@@ -57,7 +57,7 @@ class Sweep:
         """Of the file and the size, for people."""
         return ":".join(filter(None, [pathlib.Path(self.path).stem, self.size]))
 
-    def find_sets(self, names: str) -> dict[str, experiment.Set]:
+    def find_sets(self, names: str) -> dict[str, configs.Set]:
         """The sets of these comma separated names."""
         known = self.module.SETS
         for name in (chosen := names.split(",")):

@@ -9,16 +9,16 @@ import sys
 import jax
 import pytest
 
-from mogrifier_jax import errors, experiment, partitioning
+from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.analysis import comparisons, figures, sweeps
-from mogrifier_jax.experiment import Row, Set
+from mogrifier_jax.configs import Row, Set
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import runs, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 ABLATION = str(ROOT / "experiments" / "ablation.py")
 COPY = str(ROOT / "experiments" / "reverse_copy.py")
-PAPER = experiment.paper_numbers()
+PAPER = configs.paper_numbers()
 WORDS = {"ptb": 10_001, "ptb_char": 51}
 
 
@@ -43,29 +43,29 @@ def test_all_variants_have_the_same_number_of_parameters(name):
 
 
 def test_the_ablation_has_the_schedule_of_the_paper():
-    config = experiment.load_config(ABLATION)
+    config = configs.load_config(ABLATION)
     assert (config.data.batch_size, config.data.window) == (64, 35)
     assert (config.schedule.turns, config.schedule.steps_per_turn) == (600, 100)
     assert config.averaging.trigger_at_the_latest == 400
-    published = experiment.load_config(str(ROOT / "experiments" / "ptb.py"))
+    published = configs.load_config(str(ROOT / "experiments" / "ptb.py"))
     assert config.dropout == published.dropout and config.optimizer == published.optimizer
-    config = experiment.load_config(f"{ABLATION}:lstm")
-    published = experiment.load_config(str(ROOT / "experiments" / "ptb.py:lstm"))
+    config = configs.load_config(f"{ABLATION}:lstm")
+    published = configs.load_config(str(ROOT / "experiments" / "ptb.py:lstm"))
     assert config.dropout == published.dropout and config.optimizer == published.optimizer
     assert (config.model.rounds, config.model.rank) == (0, 0)
 
 
 def test_sets_hold_the_numbers_of_the_paper():
-    sets = experiment.load_file(ABLATION).SETS
+    sets = configs.load_file(ABLATION).SETS
     assert [row.x for row in sets["rounds"].rows] == list(range(7))
-    rounds = [experiment.load_config(f"{ABLATION}:{r.variant}").model for r in sets["rounds"].rows]
+    rounds = [configs.load_config(f"{ABLATION}:{r.variant}").model for r in sets["rounds"].rows]
     assert [model.rounds for model in rounds] == list(range(7))
     shown = [round(math.exp(row.paper), 2) for row in sets["rounds"].rows]
     assert shown == [57.5, 56.4, 55.5, 54.82, 54.1, 54.3, 54.6]
     assert [f"{math.exp(row.paper):.1f}" for row in sets["table"].rows] == [
         *("54.1", "54.6", "55.0", "57.5", "57.8"),
     ]
-    copies = {(r.label, r.x): r.paper for r in experiment.load_file(COPY).SETS["10m_1k"].rows}
+    copies = {(r.label, r.x): r.paper for r in configs.load_file(COPY).SETS["10m_1k"].rows}
     assert copies["LSTM", 150] == 0.62399 and copies["Mogrifier", 200] == 1.39342
 
 
@@ -73,7 +73,7 @@ def test_sets_hold_the_numbers_of_the_paper():
 def test_copy_sizes_are_those_of_the_best_trials(length):
     """The LSTM's follow from the budget; the Mogrifier's rounds and rank are not published."""
     for cell, tolerance in (("lstm", 0), ("mogrifier", 10)):
-        model = make_model(experiment.load_config(f"{COPY}:{cell},length{length}"))
+        model = make_model(configs.load_config(f"{COPY}:{cell},length{length}"))
         expected = PAPER["reverse_copy"]["sizes"][length][cell]
         assert model.embedding_size == expected[0]
         assert abs(model.hidden_size - expected[1]) <= tolerance
@@ -81,7 +81,7 @@ def test_copy_sizes_are_those_of_the_best_trials(length):
 
 def test_hypotheses_change_what_they_say():
     def load(variant):
-        return experiment.load_config(f"{ABLATION}:{variant},small")
+        return configs.load_config(f"{ABLATION}:{variant},small")
 
     assert load("scaling").model.scaling and load("scaling").model.rounds == 0
     assert load("rank3").model.rank == 3 and load("full_rank").model.rank == 0
@@ -112,7 +112,7 @@ def test_hypotheses_change_what_they_say():
 )
 def test_variants_can_be_trained(variant):
     """Traced, on a text that needs no download."""
-    config = experiment.load_config(f"{ABLATION}:{variant},tiny")
+    config = configs.load_config(f"{ABLATION}:{variant},tiny")
     config.data.name = "pydoc"
     run = runs.make_run(config)
     state, found = run.jit_steps().eval_shape(
@@ -297,7 +297,7 @@ def test_a_file_without_sets_is_refused():
     with pytest.raises(errors.UsageError, match="has no sets to sweep over"):
         sweeps.Sweep(str(ROOT / "experiments" / "pydoc.py"))
     with pytest.raises(errors.UsageError, match="is not an experiment"):
-        experiment.load_config("none.py")
+        configs.load_config("none.py")
 
 
 def make_rows(values, **options):
