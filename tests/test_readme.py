@@ -34,7 +34,9 @@ MODULES = sorted(
     for pattern in ("experiments/*.py", "examples/*.py", "benchmarks/*.py", "mogrifier_jax/*.py")
     for path in ROOT.glob(pattern)
 )
-FOLDERS = ("", "mogrifier_jax", "tests", "docs", "experiments", "launch", "benchmarks", "notebooks")
+ROOMS = ("nn", "data", "training", "evaluation", "tuning", "preflight", "analysis")
+FOLDERS = ("", "docs", "experiments", "launch", "benchmarks", "notebooks")
+FOLDERS += tuple(f"{top}/{room}" for top in ("mogrifier_jax", "tests") for room in ("", *ROOMS))
 
 
 class Wrong(Exception):

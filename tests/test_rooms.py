@@ -1,0 +1,79 @@
+"""The rooms of the package: imports between them point one way."""
+
+import ast
+import pathlib
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "mogrifier_jax"
+# What a room may import from, beside itself and the modules that all may use.
+ALLOWED = {
+    "nn": set(),
+    "data": set(),
+    "training": {"nn", "data"},
+    "evaluation": {"nn", "data", "training"},
+    "tuning": {"nn", "data", "training", "evaluation"},
+    "preflight": {"nn", "data", "training", "evaluation"},
+    "analysis": {"nn", "data", "training", "evaluation"},
+}
+# The modules beside the rooms that a room may import.
+COMMON = {
+    "nn": {"errors"},
+    "data": {"errors"},
+    **dict.fromkeys(
+        ("training", "evaluation", "tuning", "preflight", "analysis"),
+        {"errors", "configs", "partitioning", "distributed"},
+    ),
+}
+
+
+def imported(source):
+    """(room or None, module) for each name of the package that a source imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
+            for alias in node.names:
+                yield from places([*node.module.split(".")[1:], alias.name])
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == PACKAGE.name and len(parts) > 1:
+                    yield from places(parts[1:])
+
+
+def places(parts):
+    yield (parts[0], parts[1]) if parts[0] in ALLOWED and len(parts) > 1 else (None, parts[0])
+
+
+def wrong(room, source):
+    """The imports of a module that its room must not have."""
+    for other, module in imported(source):
+        if other is None and module not in COMMON[room] | {"__version__"}:
+            yield module
+        elif other not in {None, room, *ALLOWED[room]}:
+            yield f"{other}.{module}"
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_imports_between_rooms_point_one_way(room):
+    modules = list((PACKAGE / room).rglob("*.py"))
+    assert modules
+    found = {path.name: list(wrong(room, path.read_text())) for path in modules}
+    assert not {name: names for name, names in found.items() if names}
+
+
+def test_every_folder_is_a_room():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "room, source",
+    [
+        ("nn", "from mogrifier_jax.training import run"),
+        ("nn", "from mogrifier_jax import configs"),
+        ("training", "import mogrifier_jax.evaluation.passes"),
+        ("analysis", "def f():\n    from mogrifier_jax.tuning import studies"),
+        ("evaluation", "from mogrifier_jax import main"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(room, source):
+    assert list(wrong(room, source))
