@@ -11,12 +11,13 @@ import contextlib
 import pathlib
 import tempfile
 import time
+from typing import Any
 
 import jax
 from ml_collections import config_dict
 
 from benchmarks import training
-from mogrifier_jax.training import bookkeeping, runs, runtime, stacked, stacked_train, train
+from mogrifier_jax.training import bookkeeping, runs, stacked, train
 
 
 def make_configs(config: config_dict.ConfigDict, count: int) -> list[config_dict.ConfigDict]:
@@ -30,23 +31,17 @@ def make_configs(config: config_dict.ConfigDict, count: int) -> list[config_dict
     return configs
 
 
-def run_sequentially(made: list[runs.Run], functions: train.Functions, folder: pathlib.Path):
-    results = []
-    for i, run in enumerate(made):
-        with bookkeeping.open_book(run, str(folder / str(i)), lambda *_: None) as book:
-            loop = train.Loop(run, book, functions, runtime.Trace(folder))
-            loop.train(loop.restore_or_init())
-            results.append(loop.score_best())
-    return results
+def run_sequentially(made: list[runs.Run], compiled: train.Alone, folder: pathlib.Path):
+    return [run_together([run], compiled, folder / str(i))[0] for i, run in enumerate(made)]
 
 
-def run_together(made: list[runs.Run], functions: stacked.Functions, folder: pathlib.Path):
+def run_together(made: list[runs.Run], compiled: Any, folder: pathlib.Path):
     with contextlib.ExitStack() as stack:
         books = [
             stack.enter_context(bookkeeping.open_book(run, str(folder / str(i)), lambda *_: None))
             for i, run in enumerate(made)
         ]
-        return stacked_train.train(books, functions)
+        return train.train(books, compiled)
 
 
 def main() -> None:
@@ -67,16 +62,16 @@ def main() -> None:
     single = [runs.make_run(config, alone, here) for config in configs]
     made = [runs.make_run(config, alone, there) for config in configs]
     ways = {
-        "sequential": (run_sequentially, single, train.Functions(single[0])),
-        "stacked": (run_together, made, stacked.Functions(made[0], args.trials, mesh)),
+        "sequential": (run_sequentially, single, train.Alone(single[0])),
+        "stacked": (run_together, made, stacked.Together(made[0], args.trials, mesh)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found = {}
     for turn in range(args.rounds + 1):  # The first compiles.
-        for name, (way, trials, functions) in ways.items():
+        for name, (way, trials, compiled) in ways.items():
             with tempfile.TemporaryDirectory() as folder:
                 started = time.perf_counter()
-                found[name] = way(trials, functions, pathlib.Path(folder))
+                found[name] = way(trials, compiled, pathlib.Path(folder))
                 if turn:
                     seconds[name].append(time.perf_counter() - started)
     for name, times in seconds.items():

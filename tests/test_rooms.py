@@ -16,15 +16,9 @@ ALLOWED = {
     "preflight": {"nn", "data", "training", "evaluation"},
     "analysis": {"nn", "data", "training", "evaluation"},
 }
-# The modules beside the rooms that a room may import.
-COMMON = {
-    "nn": {"errors"},
-    "data": {"errors"},
-    **dict.fromkeys(
-        ("training", "evaluation", "tuning", "preflight", "analysis"),
-        {"errors", "configs", "partitioning", "distributed"},
-    ),
-}
+# The modules beside the rooms that they may import.
+COMMON = {room: {"errors", "configs", "partitioning", "distributed"} for room in ALLOWED}
+COMMON |= {"nn": {"errors"}, "data": {"errors"}}
 
 
 def imported(source):

@@ -32,6 +32,7 @@ class Averaging(NamedTuple):
     candidates: Callable[[Any, optax.Params], tuple[optax.Params, ...]]
     after_evaluation: Callable[..., Any]
     start: Callable[[Any], Any]
+    is_on: Callable[[Any], Any]  # Whether any mean has weights in it.
 
 
 class RunningMean(NamedTuple):
@@ -83,6 +84,7 @@ def _none() -> Averaging:
         candidates=lambda state, params: (params,),
         after_evaluation=lambda state, xe: state,
         start=lambda state: state,
+        is_on=lambda state: jnp.zeros([], jnp.bool_),
     )
 
 
@@ -103,6 +105,7 @@ def _triggered() -> Averaging:
         candidates=lambda state, params: (value(state, params),),
         after_evaluation=lambda state, xe: state,
         start=lambda state: state._replace(on=jnp.ones_like(state.on)),
+        is_on=lambda state: state.average.n > 0,
     )
 
 
@@ -129,6 +132,7 @@ def _two_tailed() -> Averaging:
         candidates=candidates,
         after_evaluation=after_evaluation,
         start=lambda state: state,
+        is_on=lambda state: (state.short.n > 0) | (state.long.n > 0),
     )
 
 

@@ -3,7 +3,7 @@
 Axes: N runs, S steps, W windows; others as in `steps.py`. Weights, optimizer and carries are
 stacked [N, ...] and the steps vmapped; step, text and key are shared, as all runs are at the same
 step and have the same seed. Over several devices the runs lie along the mesh axis "trial", and each
-device works on its own without a word to the others. `stacked_train.py` carries the runs out.
+device works on its own without a word to the others. `train.py` carries the runs out.
 """
 
 import functools
@@ -101,28 +101,10 @@ def jit_steps(program: steps.Program, mesh: Mesh) -> jax.stages.Wrapped:
     )
 
 
-def abstract_arguments(
-    run: runs.Run, count: int, mesh: Mesh
-) -> tuple[Any, Any, Any, steps.Hyperparameters]:
-    """What `jit_steps` is called with, as shapes and places."""
-    everywhere, over_trials = places(mesh, (None, 0))
-    one = split(jax.eval_shape(run.init_state))
-    shared = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), one.shared
-    )
-
-    def each(shape, dtype):
-        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=over_trials)
-
-    stacked = jax.tree.map(lambda a: each(a.shape, a.dtype), one.stacked)
-    hyper = jax.tree.map(lambda _: each((), jnp.float32), run.hyper)
-    return shared, stacked, run.task.stream, hyper
-
-
-class Functions:
+class Together:
     """What N runs of one shape compile; `run` is any of them, on the mesh of the stack.
 
-    Stacks of the same size and shape may share it.
+    Stacks of the same size and shape may share it. `train.Alone` has the same methods.
     """
 
     def __init__(self, run: runs.Run, count: int, mesh: Mesh):
@@ -140,7 +122,7 @@ class Functions:
             return (on,)
 
         self._after_evaluation = self._jit(after_evaluation, (0, 0, 0), (0,))
-        self.evaluate = TurnEvaluation(
+        self._evaluate = TurnEvaluation(
             run.model,
             run.task,
             run.evaluation,
@@ -154,18 +136,20 @@ class Functions:
         spread = side_by_side(function, self.mesh, in_axes, out_axes)
         return jax.jit(spread, out_shardings=places(self.mesh, out_axes))
 
+    def _fill(self, values: Sequence[Any], value: Any) -> list[Any]:
+        """As many values as the program has runs."""
+        return [*values, *[value] * (self.count - len(values))]
+
     def init(self) -> Stack:
         """Fresh states, all the same: they differ in what is done to them."""
         one = self._init()
-        states = [steps.TrainState(**one.shared, **one.stacked)] * self.count
-        return self.stack(states)
+        return self.stack([steps.TrainState(**one.shared, **one.stacked)])
 
     def stack(self, states: Sequence[steps.TrainState]) -> Stack:
         """States of runs at the same step as one, the first one repeated to fill it up."""
         parts = [split(state) for state in states]
         trees = jax.device_get([part.stacked for part in parts])
-        trees += trees[:1] * (self.count - len(trees))
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *self._fill(trees, trees[0]))
         shared = jax.device_put(parts[0].shared, self._everywhere)
         return Stack(shared, jax.device_put(stacked, self._over_trials))
 
@@ -182,32 +166,51 @@ class Functions:
             for i in range(number)
         ]
 
-    def hyper(self, each: Sequence[steps.Hyperparameters]) -> steps.Hyperparameters:
-        """The numbers of all runs, [N]."""
-        each = [*each, *[each[0]] * (self.count - len(each))]
-        columns = jax.tree.map(lambda *values: np.asarray(values, np.float32), *each)
-        return jax.device_put(columns, self._over_trials)
+    def step_of(self, state: Stack) -> int:
+        """How many steps each run has made."""
+        return int(state.shared["step"])
 
-    def steps(self, state: Stack, hyper: steps.Hyperparameters, num_steps: int):
+    def train_steps(
+        self, state: Stack, hyper: Sequence[steps.Hyperparameters], num_steps: int
+    ) -> tuple[Stack, np.ndarray, np.ndarray]:
         """Some steps of all runs; losses and gradient norms are [N, S]."""
-        stream = self.run.task.stream
-        shared, stacked, found = self._steps(*state, stream, hyper, num_steps=num_steps)
+        columns = jax.tree.map(
+            lambda *values: np.asarray(values, np.float32), *self._fill(hyper, hyper[0])
+        )
+        shared, stacked, found = self._steps(
+            *state,
+            self.run.task.stream,
+            jax.device_put(columns, self._over_trials),
+            num_steps=num_steps,
+        )
         losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
         return Stack(shared, stacked), losses, norms
 
-    def candidates(self, state: Stack) -> tuple[Any, ...]:
-        """Weights to be evaluated, each [N, ...]."""
-        return self._candidates(state.stacked["average"], state.stacked["params"])[0]
-
-    def value(self, state: Stack) -> Any:
-        """The averaged weights."""
-        return self._value(state.stacked["average"], state.stacked["params"])[0]
+    def evaluate_turn(self, state: Stack) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
+        """Scores by candidate, then by run, and which runs are averaged."""
+        average = state.stacked["average"]
+        (weights,) = self._candidates(average, state.stacked["params"])
+        scores = [self._evaluate(candidate) for candidate in weights]
+        averaged = np.asarray(self.run.program.average.is_on(average))
+        return scores, np.broadcast_to(averaged, self.count)
 
     def after_evaluation(self, state: Stack, start: Any, xes: Sequence[Any]) -> Stack:
         """Averages after the candidates of all runs have been scored; `start` says whose begin."""
         start, xes = np.asarray(start), tuple(np.asarray(xe, np.float32) for xe in xes)
         (average,) = self._after_evaluation(state.stacked["average"], start, xes)
         return state._replace(stacked=state.stacked | {"average": average})
+
+    def score(
+        self, states: Sequence[steps.TrainState], temperatures: Sequence[float]
+    ) -> dict[str, np.ndarray]:
+        """Nats per token [N] of the averaged weights on validation and test data."""
+        # They need not be of the same step, which does not matter for their weights.
+        stack = self.stack(states).stacked
+        (weights,) = self._value(stack["average"], stack["params"])
+        temperatures = self._fill(temperatures, 1.0)
+        return {
+            split: self._evaluate.score(split, weights, temperatures) for split in ("valid", "test")
+        }
 
 
 class Evaluation:

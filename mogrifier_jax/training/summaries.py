@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, progress, steps
+from mogrifier_jax.training import metrics, progress
 
 
-def describe_run(run: Any, state: steps.TrainState, workdir: str) -> str:
+def describe_run(run: Any, workdir: str) -> str:
     """Sizes, parameters, memory, mesh and data of a `runs.Run`."""
-    model, rules = run.model, run.rules
+    model, rules, state = run.model, run.rules, run.abstract_state()
     parts = models.count_parameters(model)
     options = dict(model.cell_options)
     arrays = (state.params, state.opt_state, state.average, state.carry)
@@ -67,4 +67,6 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
 
 def mebibytes(tree: Any) -> str:
     """How much memory the arrays take, all copies on all devices counted once."""
-    return f"{sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / 2**20:,.1f} MiB"
+    return (
+        f"{sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 2**20:,.1f} MiB"
+    )

@@ -21,9 +21,7 @@ from mogrifier_jax.nn import models
 from mogrifier_jax.training import (
     bookkeeping,
     runs,
-    runtime,
     stacked,
-    stacked_train,
     train,
     workdirs,
 )
@@ -78,31 +76,27 @@ class Training:
         """One trial on all devices, as `train.py` does it."""
         if self._alone is not self._together:
             run = self._make_run(run.config, self._alone)
-        functions = self._program((1, shape_of(run)), lambda: train.Functions(run))
-        folder = self._folder(trial, run)
-        outcome: stacked_train.Outcome
-        try:
-            with bookkeeping.open_book(run, folder, trial.report) as book:
-                loop = train.Loop(run, book, functions, runtime.Trace(folder))
-                loop.train(loop.restore_or_init())
-                outcome = loop.score_best()
-        except (errors.Diverged, errors.Abandoned) as ended:
-            outcome = ended
-        self._tell(trial, folder, outcome)
+        compiled = self._program((1, shape_of(run)), lambda: train.Alone(run))
+        self._train([trial], [run], compiled)
 
     def _run_together(
         self, shape: Hashable, asked: Sequence[trials.Trial], made: Sequence[runs.Run]
     ) -> None:
         """Several trials of one shape."""
         mesh, size = self._together.mesh, self._parallel
-        functions = self._program((size, shape), lambda: stacked.Functions(made[0], size, mesh))
+        compiled = self._program((size, shape), lambda: stacked.Together(made[0], size, mesh))
+        self._train(asked, made, compiled)
+
+    def _train(
+        self, asked: Sequence[trials.Trial], made: Sequence[runs.Run], compiled: Any
+    ) -> None:
         folders = [self._folder(*pair) for pair in zip(asked, made, strict=True)]
         with contextlib.ExitStack() as stack:
             books = [
                 stack.enter_context(bookkeeping.open_book(run, folder, trial.report))
                 for trial, run, folder in zip(asked, made, folders, strict=True)
             ]
-            outcomes = stacked_train.train(books, functions)
+            outcomes = train.train(books, compiled)
         for told in zip(asked, folders, outcomes, strict=True):
             self._tell(*told)
 
@@ -124,7 +118,7 @@ class Training:
         workdirs.check_config(folder, run.config, ignore=runs.FREE_KEYS)
         return folder
 
-    def _tell(self, trial: trials.Trial, folder: str, outcome: stacked_train.Outcome) -> None:
+    def _tell(self, trial: trials.Trial, folder: str, outcome: train.Outcome) -> None:
         """Numbers are numbers; all else has a reason instead."""
         if isinstance(outcome, Mapping):
             workdirs.write_json(folder, "results.json", outcome)

@@ -349,7 +349,7 @@ def test_buffers_may_be_donated_while_they_are_saved(tmp_path, devices):
 
 WRITER = """
 import sys, jax, jax.numpy as jnp
-from mogrifier_jax import checkpoints
+from mogrifier_jax.training import checkpoints
 with checkpoints.Checkpoints(sys.argv[1]) as manager:
     for step in range(1, 100):
         state = {"x": jax.random.normal(jax.random.key(step), (8_000_000,))}

@@ -140,7 +140,7 @@ def test_table_is_aligned():
 SHOW = """
 import logging, time
 import absl.logging
-from mogrifier_jax import progress
+from mogrifier_jax.training import progress
 progress.setup_logging()
 with progress.Progress(40, 1000, seconds=0.0, unit="ppl") as bar:
     for step in (10, 20, 30, 40):

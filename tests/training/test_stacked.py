@@ -19,7 +19,6 @@ from mogrifier_jax.training import (
     metrics,
     runs,
     stacked,
-    stacked_train,
     train,
 )
 from tests import quick
@@ -58,7 +57,7 @@ def make_stack(rates, mesh):
     """The runs and what they compile, once for all tests below."""
     task = runs.make_task(make_config(), mesh)
     made = [runs.make_run(make_config(*pair), stacked.home(mesh), task) for pair in rates]
-    return made, stacked.Functions(made[0], len(rates), mesh)
+    return made, stacked.Together(made[0], len(rates), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def train_all(made, functions, folder, on_turn=None):
             stack.enter_context(bookkeeping.open_book(run, str(folder / str(i)), on_turn))
             for i, run in enumerate(made)
         ]
-        return stacked_train.train(books, functions)
+        return train.train(books, functions)
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +90,8 @@ def alone(tmp_path_factory):
     functions = None
     for i in (0, 3):
         run = runs.make_run(make_config(*RATES[i]), mesh)
-        functions = functions or train.Functions(run)
-        with bookkeeping.open_book(run, str(folder / str(i))) as book:
-            loop = train.Loop(run, book, functions, train.runtime.Trace(folder))
-            loop.train(loop.restore_or_init())
-            results[i] = loop.score_best()
+        functions = functions or train.Alone(run)
+        (results[i],) = train_all([run], functions, folder / str(i))
     return folder, results
 
 
@@ -108,7 +104,7 @@ def test_stacked_runs_equal_runs_alone(unbroken, alone):
     keys = ("step", "loss_nats", "grad_norm", "valid_nats", "train_nats", "temperature", "averaged")
     found = {i: records(unbroken[0] / str(i), *keys) for i in (0, 3)}
     for i in (0, 3):
-        there = records(alone[0] / str(i), *keys)
+        there = records(alone[0] / str(i) / "0", *keys)
         for key in keys:
             np.testing.assert_allclose(found[i][key], there[key], rtol=1e-5, err_msg=key)
         for key, value in alone[1][i].items():
@@ -180,12 +176,12 @@ def test_other_numbers_compile_nothing(four, unbroken, tmp_path):
     made, functions = four
     home, task = made[0].mesh, made[0].task
     others = [runs.make_run(make_config(r / 2, d / 2), home, task) for r, d in RATES]
-    state, hyper = functions.init(), functions.hyper([run.hyper for run in others])
+    state, hyper = functions.init(), [run.hyper for run in others]
     with quick.count_compilations() as count:
         train_all(others, functions, tmp_path)
         assert count == [0]
         # It would show: another number of steps is another program.
-        functions.steps(state, hyper, 1)
+        functions.train_steps(state, hyper, 1)
         assert count == [1]
 
 
@@ -202,7 +198,17 @@ def program_text(mesh, count, log_every=2):
     config = make_config()
     task = abstract_tasks.make_task(config.data, mesh)
     run = runs.make_run(config, stacked.home(mesh), task)
-    arguments = stacked.abstract_arguments(run, count, mesh)
+    everywhere, over_trials = stacked.places(mesh, (None, 0))
+    one = stacked.split(jax.eval_shape(run.init_state))
+
+    def each(leaf, sharding=over_trials, lead=(count,)):
+        shape = (*lead, *np.shape(leaf))
+        dtype = getattr(leaf, "dtype", np.float32)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    shared = jax.tree.map(lambda leaf: each(leaf, everywhere, ()), one.shared)
+    stack, hyper = jax.tree.map(each, (one.stacked, run.hyper))
+    arguments = (shared, stack, run.task.stream, hyper)
     jitted = stacked.jit_steps(run.program, mesh)
     return jitted.lower(*arguments, num_steps=log_every).compile().as_text()
 

@@ -135,7 +135,8 @@ def test_a_finished_run_stays_finished(workdir, unbroken):
 
 DRIVER = """
 import os, sys
-from mogrifier_jax import main, metrics
+from mogrifier_jax import main
+from mogrifier_jax.training import metrics
 
 moment, number = sys.argv.pop(1).split(":")
 write = metrics.MetricWriter.write
