@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, runtime
 
 # By the end of a parameter's path: its logical axes, first to last.
 LOGICAL_AXES = {
@@ -36,7 +36,12 @@ MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
-    """A mesh over all devices; -1 takes what the other axis leaves."""
+    """A mesh over all devices; -1 takes what the other axis leaves.
+
+    Of CPU cores that nobody counted, sizes without -1 take as many as they need.
+    """
+    if devices is None and -1 not in (data, model) and runtime.counted_cores():
+        devices = jax.devices()[: max(1, data * model)]
     if devices is None:
         shape = mesh_shape(data, model, jax.device_count())
         grid = mesh_utils.create_device_mesh(shape, allow_split_physical_axes=True)
@@ -65,6 +70,11 @@ def mesh_shape(data: int, model: int, count: int) -> tuple[int, int]:
         )
     rest = count // known
     return (rest if data == -1 else data), (rest if model == -1 else model)
+
+
+def shrink(mesh: Mesh, size: int) -> Mesh:
+    """The part of a mesh with the first `size` places on the axis "data"."""
+    return Mesh(mesh.devices[:size], mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def check_batch(mesh: Mesh, *, batch_size: int, groups: int = 1) -> None:

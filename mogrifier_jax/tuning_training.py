@@ -19,7 +19,6 @@ from mogrifier_jax import (
     bookkeeping,
     errors,
     models,
-    partitioning,
     runs,
     runtime,
     stacked,
@@ -151,7 +150,7 @@ class Place:
     @classmethod
     def alone(cls, config: config_dict.ConfigDict) -> "Place":
         """The mesh of the config, for one run on all devices."""
-        mesh = partitioning.make_mesh(**config.mesh)
+        mesh = runs.make_mesh(config)
         return cls(mesh, mesh)
 
     @classmethod
