@@ -48,6 +48,7 @@ _STORAGE = flags.DEFINE_string("storage", None, "For tune: URL or journal file, 
 _SAMPLER = flags.DEFINE_string("sampler", "gp", "For tune: gp, tpe or random.")
 _PRUNE = flags.DEFINE_bool("prune", False, "For tune: stop trials that are below the median.")
 _PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
+_CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "CPU devices, if not one for each core.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
@@ -63,13 +64,16 @@ def main(argv: Sequence[str]) -> None:
     if _MODE.value == "preflight":
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
-    from mogrifier_jax import distributed
+    from mogrifier_jax import distributed, partitioning
     from mogrifier_jax.training import progress, runtime
 
     logging.set_verbosity(logging.WARNING)  # While libraries start.
     runtime.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
+    if _CPU_DEVICES.value is not None or (place is None and _MODE.value != "preflight"):
+        # Processes of one run may share a host, so each has one device unless told otherwise.
+        partitioning.use_cores(_CPU_DEVICES.value)
     with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
         progress.setup_logging()
         modes = dict(

@@ -1,10 +1,14 @@
-"""The mesh ("data", "model"), what lies where on it, and start-up on many hosts.
+"""Devices, the mesh ("data", "model") over them, and what lies where on it.
 
 The batch is split over "data", wide dimensions over "model". What a parameter's axes mean
 follows from its name (`LOGICAL_AXES`), and `MESH_AXES` says which of them are split; nothing
 else in the package knows of mesh axes beyond "data".
 """
 
+import contextlib
+import math
+import os
+import pathlib
 from typing import Any
 
 import jax
@@ -34,9 +38,84 @@ LOGICAL_AXES = {
 }
 MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
 
+_counted_cores = False  # Whether `use_cores` decided how many CPU devices there are.
+
+
+def use_cores(count: int | None = None) -> None:
+    """Gives JAX one CPU device for each core, or `count`; call it before any backend starts.
+
+    Without `count` it does nothing if the environment or JAX's own setting names a number.
+    """
+    global _counted_cores
+    if count is not None:
+        if count < 1:
+            raise errors.UsageError(f"--cpu_devices={count} must be at least 1")
+        # Processes started from here are to have as many.
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    elif _named_count():
+        return
+    else:
+        count, _counted_cores = len(usable_cores()), True
+        if math.isfinite(quota()):
+            # XLA's thread pool has a thread for each core it sees, and it does not see the quota.
+            os.environ.setdefault("NPROC", str(count))
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def _named_count() -> bool:
+    """Whether the user has named a number of CPU devices in one of JAX's ways."""
+    in_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    return in_flags or jax.config.jax_num_cpu_devices >= 0  # type: ignore[attr-defined]
+
+
+def counted_cores() -> bool:
+    """Whether the devices are CPU cores and nobody but `use_cores` chose their number."""
+    return _counted_cores and jax.default_backend() == "cpu"
+
+
+def usable_cores() -> list[int]:
+    """The cores this process may run on, no more of them than its container has time for."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
+    return cores[: int(max(1, min(quota(), len(cores))))]
+
+
+def quota(root: pathlib.Path = pathlib.Path("/")) -> float:
+    """How many cores a Linux control group (version 1 or 2) grants at a time; inf without limit."""
+    limits = [math.inf]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+                group = top / path.lstrip("/")
+                inside = [each for each in (group, *group.parents) if each.is_relative_to(top)]
+                limits += map(_quota_of, inside)
+    return min(limits)
+
+
+def _quota_of(group: pathlib.Path) -> float:
+    """The limit of one control group."""
+    with contextlib.suppress(OSError):
+        if (group / "cpu.max").exists():
+            limit, period = (group / "cpu.max").read_text().split()
+        else:
+            limit, period = (
+                (group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+        return math.inf if limit in ("max", "-1") else int(limit) / int(period)
+    return math.inf
+
 
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
-    """A mesh over all devices; -1 takes what the other axis leaves."""
+    """A mesh over all devices; -1 takes what the other axis leaves.
+
+    Of CPU cores that nobody counted, sizes without -1 take as many as they need.
+    """
+    if devices is None and -1 not in (data, model) and counted_cores():
+        devices = jax.devices()[: max(1, data * model)]
     if devices is None:
         shape = mesh_shape(data, model, jax.device_count())
         grid = mesh_utils.create_device_mesh(shape, allow_split_physical_axes=True)
@@ -65,6 +144,11 @@ def mesh_shape(data: int, model: int, count: int) -> tuple[int, int]:
         )
     rest = count // known
     return (rest if data == -1 else data), (rest if model == -1 else model)
+
+
+def shrink(mesh: Mesh, size: int) -> Mesh:
+    """The part of a mesh with the first `size` places on the axis "data"."""
+    return Mesh(mesh.devices[:size], mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def check_batch(mesh: Mesh, *, batch_size: int, groups: int = 1) -> None:

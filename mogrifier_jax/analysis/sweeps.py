@@ -20,7 +20,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors
+from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.analysis import comparisons
 from mogrifier_jax.training import progress, runs, signals, train, workdirs
 
@@ -202,20 +202,18 @@ def terminate(running: Sequence[tuple[Job, subprocess.Popen, Any]]) -> None:
 
 
 def share_cores(count: int) -> list[set[int]]:
-    """The cores of this process dealt out to a number of others; all to each if there are few.
+    """The cores of this process dealt out to a number of others, one to each if there are few.
 
     Programs that all use all cores wait for each other: two at once are slower than in turn.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < count:
-        return [set(cores)] * count
-    return [set(cores[index::count]) for index in range(count)]
+    cores = partitioning.usable_cores()
+    return [set(cores[index % len(cores) :: count]) for index in range(count)]
 
 
 @contextlib.contextmanager
 def bound_to(cores: set[int]) -> Iterator[None]:
     """Processes started here run on these cores; on any where that cannot be said."""
-    if not cores:
+    if not hasattr(os, "sched_setaffinity"):
         yield
         return
     all_cores = os.sched_getaffinity(0)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, episodes, streams, vocabulary
@@ -24,6 +24,7 @@ class Plan(NamedTuple):
     num_windows: int
     batch_size: int
     carries: bool  # Whether the state goes on from window to window.
+    mesh: Mesh | None = None  # Where batches lie, if the stream does not tell.
 
 
 class Task(NamedTuple):
@@ -60,7 +61,7 @@ def make_task(
         if value < 1:
             raise errors.UsageError(f"data.{label} {value} must be at least 1")
     if name == "reverse_copy":
-        return _copy_task(batch_size, **options)
+        return _copy_task(mesh, batch_size, **options)
     corpus = corpora.load_corpus(name, **options)
     make = _line_task if episodic else _stream_task
     return make(corpus, key, mesh, batch_size, window)
@@ -103,19 +104,37 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
     )
 
 
+def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
+    """Lays examples that stand alone over the mesh axis "data"; no carry pulls them there."""
+    if mesh is None or mesh.shape["data"] == 1:
+        return batch_at
+    over_data = NamedSharding(mesh, PartitionSpec("data"))
+    return lambda stream, index: jax.lax.with_sharding_constraint(
+        batch_at(stream, index), over_data
+    )
+
+
+def fill(batch_size: int, mesh: Mesh | None) -> int:
+    """The batch size rounded up to what the mesh axis "data" divides."""
+    devices = mesh.shape["data"] if mesh else 1
+    return -(-batch_size // devices) * devices
+
+
 def _line_task(corpus, key, mesh, batch_size, window) -> Task:
     eos = corpus.vocabulary.eos_id
     longest = max(episodes.limit_window(getattr(corpus, s), window) for s in episodes.SPLITS)
 
     def plan(split, num_stripes, window=longest, mesh=mesh):
-        encoded = getattr(corpus, split)
+        encoded, size = getattr(corpus, split), fill(num_stripes, mesh)
         return Plan(
             episodes.make_line_stream(encoded, key, eos, mesh),
-            functools.partial(episodes.eval_lines, batch_size=num_stripes, window=window),
-            episodes.num_batches(len(encoded.line_starts), num_stripes),
-            num_stripes,
+            spread(functools.partial(episodes.eval_lines, batch_size=size, window=window), mesh),
+            episodes.num_batches(len(encoded.line_starts), size),
+            size,
             carries=False,
         )
+
+    train_lines = functools.partial(episodes.train_lines, batch_size=batch_size, window=longest)
 
     return Task(
         corpus.vocabulary,
@@ -123,7 +142,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
         encoder_decoder=False,
         carries=False,
         stream=episodes.make_line_stream(corpus.train, key, eos, mesh),
-        batch_at=functools.partial(episodes.train_lines, batch_size=batch_size, window=longest),
+        batch_at=spread(train_lines, mesh),
         plan=plan,
         # Every line is an example, so each batch may be as large as in training.
         num_lines=lambda split: 1 << 30,
@@ -131,7 +150,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
     )
 
 
-def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
+def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> Task:
     del source_dir, data_dir  # Generated, not read.
     known = [field.name for field in dataclasses.fields(episodes.ReverseCopy)]
     options = {key: value for key, value in options.items() if value is not None}
@@ -144,14 +163,16 @@ def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
         raise errors.UsageError("data.length is missing: say how long the sequences to copy are")
     task = episodes.ReverseCopy(**options)
 
-    def plan(split, num_stripes, window=None, mesh=None):
-        del window, mesh
+    def plan(split, num_stripes, window=None, mesh=mesh):
+        del window
+        size = fill(num_stripes, mesh)
         return Plan(
             (),
-            lambda _, index: episodes.eval_copies(task, split, index, batch_size=num_stripes),
-            episodes.num_batches(task.num_examples(split), num_stripes),
-            num_stripes,
+            spread(lambda _, i: episodes.eval_copies(task, split, i, batch_size=size), mesh),
+            episodes.num_batches(task.num_examples(split), size),
+            size,
             carries=False,
+            mesh=mesh,
         )
 
     return Task(
@@ -160,7 +181,9 @@ def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
         encoder_decoder=True,
         carries=False,
         stream=(),
-        batch_at=lambda _, index: episodes.train_copies(task, index, batch_size=batch_size),
+        batch_at=spread(
+            lambda _, index: episodes.train_copies(task, index, batch_size=batch_size), mesh
+        ),
         plan=plan,
         num_lines=lambda split: 1 << 30,
         summary=(("task", "reverse copy"), ("length", task.length), ("examples", task.num_train)),

@@ -80,6 +80,7 @@ class DynamicEvaluation:
         if parallel is not None and parallel < 1:
             raise errors.UsageError(f"{parallel} adaptations side by side: give 1 or more")
         self.model, self.dropout = model, dropout
+        self._mesh = mesh
         self.plan = plan._replace(stream=passes.replicate(plan.stream, mesh))
         self.targets = passes.read_targets(self.plan)
         self._statistics = passes.replicate(statistics._replace(losses=None), mesh)
@@ -158,7 +159,7 @@ class DynamicEvaluation:
         title: str = "",
     ) -> tuple[np.ndarray, Any]:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
-        count = len(keys)
+        params, count = passes.replicate(params, self._mesh), len(keys)
         size = -(-count // self._devices) * self._devices
         # What only fills up the mesh repeats the first ones.
         order = np.arange(size) % count

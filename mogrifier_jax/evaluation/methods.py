@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import Mesh
 from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
@@ -64,14 +65,15 @@ class Scorer:
         temperature = self.find_temperature(search)
 
         def score(name):
-            run = passes.Deterministic(self.model, self.plan(name, self.mesh))
-            return run(self.params, temperature, title=name)
+            mesh = self.share(self.num_stripes(name))
+            run = passes.Deterministic(self.model, self.plan(name, mesh))
+            return run(passes.replicate(self.params, mesh), temperature, title=name)
 
         return {"temperature": temperature, "window": self.window}, score
 
     def mc(self) -> tuple[dict[str, Any], Score]:
         """Monte-Carlo dropout; of several multipliers the best on validation is taken."""
-        search = self.make_search(self.sampler, self.batch_size, self.window)
+        search = self.make_search(self.sampling_search, self.batch_size, self.window)
         sampler = functools.cache(lambda name: self.sampler(self.plan(name)))
 
         @functools.cache
@@ -93,7 +95,7 @@ class Scorer:
         def score(name):
             if name in known:
                 return known[name]
-            run = self.adapter(name)
+            run = self.adapter(name, 1)
             return run(self.params, [setting], temperature, title=f"dyneval {name}")[0]
 
         return {"temperature": temperature} | self.adapting | setting._asdict(), score
@@ -106,12 +108,12 @@ class Scorer:
                 "use --eval.average=arithmetic"
             )
         options = self.options.dyneval
-        search = self.make_search(self.sampler, options.batch_size, options.window)
+        search = self.make_search(self.sampling_search, options.batch_size, options.window)
         setting, _ = self.choose_setting(self._fixed_temperature or self.loaded.temperature or 1.0)
 
         @functools.cache
         def score(name, multiplier, temperature):
-            return self.adapter(name, self.dropout).sample(
+            return self.adapter(name, self.options.samples, self.dropout).sample(
                 *(self.params, setting, self.key, self.options.samples, temperature, multiplier),
                 title=f"mc_dyneval {name}",
             )
@@ -135,15 +137,24 @@ class Scorer:
         windows = len(self.statistics.losses)
         return {"window": options.window, "stripes": 1, "statistics_windows": windows}
 
-    def plan(self, name: str, mesh: Any = None) -> tasks.Plan:
-        """A text in as many stripes as asked for."""
-        stripes = self.options.stripes
+    def share(self, count: int) -> Mesh:
+        """As much of the mesh as so many stripes or adaptations keep busy."""
+        if jax.process_count() > 1:  # All of them must take part.
+            return self.mesh
+        return partitioning.shrink(self.mesh, min(count, self.mesh.shape["data"]))
+
+    def num_stripes(self, name: str) -> int:
+        """As many as asked for."""
         if not self.texts.carries:
-            stripes = self.batch_size  # Examples stand alone: the same scores, only sooner.
-        elif not stripes:
-            lines = self.loaded.config.evaluation.lines_per_stripe
-            stripes = evaluate.num_stripes(self.texts, name, self.batch_size, lines)
-        return self.texts.plan(name, stripes, window=self.window, mesh=mesh)
+            return self.batch_size  # Examples stand alone: the same scores, only sooner.
+        lines = self.loaded.config.evaluation.lines_per_stripe
+        return self.options.stripes or evaluate.num_stripes(
+            self.texts, name, self.batch_size, lines
+        )
+
+    def plan(self, name: str, mesh: Mesh | None = None) -> tasks.Plan:
+        """A text in stripes."""
+        return self.texts.plan(name, self.num_stripes(name), window=self.window, mesh=mesh)
 
     def sampler(self, plan: tasks.Plan) -> montecarlo.MonteCarlo:
         """Monte-Carlo dropout as the options say."""
@@ -156,19 +167,22 @@ class Scorer:
             mesh=self.mesh,
         )
 
-    def deterministic_search(self, plan: tasks.Plan) -> evaluate.Evaluation:
+    def deterministic_search(self, plan: Callable[..., tasks.Plan]) -> evaluate.Evaluation:
         """Sums are enough for a search."""
-        stream = passes.replicate(plan.stream, self.mesh)
-        return evaluate.Evaluation(self.model, plan._replace(stream=stream))
+        return evaluate.Evaluation(self.model, plan(mesh=self.mesh))
 
-    def adapter(self, name: str, dropout: models.Dropout | None = None):
-        """Dynamic evaluation of a text, in one stream."""
+    def sampling_search(self, plan: Callable[..., tasks.Plan]) -> montecarlo.MonteCarlo:
+        """The samples lie over the mesh, not the stripes."""
+        return self.sampler(plan())
+
+    def adapter(self, name: str, count: int, dropout: models.Dropout | None = None):
+        """Dynamic evaluation of a text, in one stream, by so many adaptations."""
         options = self.options.dyneval
         return dyneval.DynamicEvaluation(
             *(self.model, self.texts.plan(name, 1, window=options.window), self.statistics),
             dropout=dropout,
             parallel=options.parallel,
-            mesh=self.mesh,
+            mesh=self.share(count),
         )
 
     @functools.cached_property
@@ -182,7 +196,7 @@ class Scorer:
             title="gradient statistics",
         )
 
-    def make_search(self, make: Callable[[tasks.Plan], Any], batch_size: int, window: int):
+    def make_search(self, make: Callable[..., Any], batch_size: int, window: int):
         """Validation nats at a temperature, on the short stripes that lamb searches with.
 
         None if the options leave nothing to search for.
@@ -193,7 +207,7 @@ class Scorer:
             # The validation set need not be here; the saved value was searched for on it.
             self.require_validation("temperatures", self.options.temperature == "minimise")
             return None
-        run = make(self.texts.plan("valid", batch_size, window=window))
+        run = make(functools.partial(self.texts.plan, "valid", batch_size, window=window))
         windows = max(1, self.loaded.config.evaluation.temperature_tokens // batch_size // window)
         return lambda t, **options: run(self.params, t, windows, **options).mean()
 
@@ -240,7 +254,7 @@ class Scorer:
         if len(settings) == 1:
             return settings[0], {}
         self.require_validation("dyneval settings")
-        run = self.adapter("valid")
+        run = self.adapter("valid", len(settings))
         outcomes = run(self.params, settings, temperature, title="dyneval settings")
         for setting, outcome in zip(settings, outcomes, strict=True):
             logging.info("%s: %s", show_setting(setting), show_outcome(outcome))

@@ -173,6 +173,8 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
 
 def _everywhere(plan: tasks.Plan) -> NamedSharding | None:
     """What results are gathered to, if the plan's stripes lie over a mesh."""
+    if plan.mesh is not None:
+        return NamedSharding(plan.mesh, PartitionSpec())
     for leaf in jax.tree.leaves(plan.stream):
         if isinstance(leaf.sharding, NamedSharding):
             return NamedSharding(leaf.sharding.mesh, PartitionSpec())

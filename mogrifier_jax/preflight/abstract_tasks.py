@@ -41,7 +41,7 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
     """The task of `config.data` with an abstract stream; it can be traced, not run."""
     if section["name"] == "reverse_copy":  # Generated on the device: it has no stream.
         options = {k: v for k, v in section.items() if k != "drop_state_probability"}
-        return tasks.make_task(jax.random.key(0), None, **options)
+        return tasks.make_task(jax.random.key(0), mesh, **options)
     size = find_size(section)
     batch_size, window = section["batch_size"], section["window"]
     episodic = section.get("episodic", False)
@@ -58,7 +58,8 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
     stream: Any
     if episodic:
         stream = episodes.LineStream(bounds=leaf(size.lines + 1), **shared)
-        batch_at = functools.partial(episodes.train_lines, batch_size=batch_size, window=window)
+        train_lines = functools.partial(episodes.train_lines, batch_size=batch_size, window=window)
+        batch_at = tasks.spread(train_lines, mesh)
     else:
         stripes = leaf(batch_size, axes=["data"])
         stream = streams.TrainStream(

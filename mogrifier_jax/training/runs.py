@@ -87,7 +87,7 @@ def make_run(
     needed = {"name", "batch_size", "window"}
     check_keys("config.data", config.data, known=config.data, required=needed)
     check_keys("config.mesh", config.mesh, known=("data", "model"), required=set())
-    mesh = mesh or partitioning.make_mesh(**config.mesh)
+    mesh = mesh or make_mesh(config)
     optimizer = dict(config.optimizer)
     learning_rate, l2_penalty, groups, reduce = pop_step_options(optimizer)
     optimizer = make(optim.make_optimizer, "optimizer", **optimizer)
@@ -115,6 +115,16 @@ def make_run(
     )
     program = steps.Program(model, optimizer, average, task.batch_at, groups, reduce)
     return Run(config, mesh, task, model, program, hyper, rules, evaluation)
+
+
+def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
+    """The mesh of a config: of CPU cores that nobody counted, as many as divide the batch."""
+    mesh = partitioning.make_mesh(**config.mesh)
+    if config.mesh.get("data", -1) == -1 and partitioning.counted_cores():
+        batch_size = config.data.batch_size // max(1, config.optimizer.get("accumulate", 1))
+        sizes = range(1, mesh.shape["data"] + 1)
+        mesh = partitioning.shrink(mesh, max(n for n in sizes if batch_size % n == 0))
+    return mesh
 
 
 def make_task(config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.Task:

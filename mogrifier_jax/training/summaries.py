@@ -33,11 +33,17 @@ def describe_run(run: Any, workdir: str) -> str:
             ("memory of the weights", mebibytes(state.params)),
             ("memory of the state", mebibytes(arrays)),
             ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
-            ("devices", f"{jax.device_count()} {jax.devices()[0].device_kind}"),
+            ("devices", describe_devices(run.mesh.size)),
             ("workdir", workdir),
         ],
     }
     return progress.table(sections)
+
+
+def describe_devices(used: int) -> str:
+    """How many there are of which kind, and why not all are used, if so."""
+    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    return f"{count} {kind}" if used == count else f"{used} of {count} {kind}, to divide the batch"
 
 
 def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:

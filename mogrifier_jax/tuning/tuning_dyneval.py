@@ -77,7 +77,9 @@ class Adapting:
             dyneval.Settings(*(t.params[name] for name in dyneval.Settings._fields)) for t in asked
         ]
         title = f"{len(asked)} settings, window {window}"
-        outcomes = scorer.adapter("valid")(scorer.params, settings, temperature, title=title)
+        outcomes = scorer.adapter("valid", len(settings))(
+            scorer.params, settings, temperature, title=title
+        )
         for trial, outcome in zip(asked, outcomes, strict=True):
             trial.note(temperature=temperature)
             if outcome.diverged_at is None:

@@ -15,7 +15,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import (
@@ -143,7 +143,7 @@ class Place:
     @classmethod
     def alone(cls, config: config_dict.ConfigDict) -> "Place":
         """The mesh of the config, for one run on all devices."""
-        mesh = partitioning.make_mesh(**config.mesh)
+        mesh = runs.make_mesh(config)
         return cls(mesh, mesh)
 
     @classmethod

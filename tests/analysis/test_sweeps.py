@@ -246,7 +246,7 @@ def test_runs_at_once_share_the_cores(file, beside, tmp_path, monkeypatch):
     sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
     assert bound[::2] == [{0, 2, 7}, {1, 5}]  # Where processes start,
     assert bound[1::2] == [{0, 1, 2, 5, 7}] * 2  # and what is restored.
-    assert sweeps.share_cores(6) == [{0, 1, 2, 5, 7}] * 6
+    assert sweeps.share_cores(6) == [{0}, {1}, {2}, {5}, {7}, {0}]
 
 
 @pytest.mark.skipif(len(sweeps.share_cores(1)[0]) < 2, reason="needs two cores")

@@ -1,9 +1,20 @@
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors
-from mogrifier_jax.training import runtime
+from experiments import pydoc
+from mogrifier_jax import errors, partitioning
+from mogrifier_jax.training import runs, runtime
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -72,3 +83,139 @@ def test_whole_dispatches_are_traced(steps, traced, monkeypatch, tmp_path):
         with trace.steps(done, 4):
             seen += [done] * len(running)
     assert seen == traced and not running
+
+
+def write_group(root, listing, **files):
+    """A root folder with the control groups that these files describe."""
+    files = {"proc/self/cgroup": listing, **files}
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("listing", "files", "expected"),
+    [
+        ("0::/a/b\n", {"sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/a\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
+        (
+            "4:memory:/x\n1:cpuacct,cpu:/x\n",
+            {
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            "1:cpu:/\n",
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            math.inf,
+        ),
+    ],
+)
+def test_the_quota_of_a_container_is_found(listing, files, expected, tmp_path):
+    assert partitioning.quota(write_group(tmp_path, listing, **files)) == expected
+    assert partitioning.quota(tmp_path / "elsewhere") == math.inf
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(math.inf, [1, 4, 6]), (2.9, [1, 4]), (0.5, [1])])
+def test_cores_are_those_of_affinity_and_quota(quota, cores, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {6, 1, 4}, raising=False)
+    monkeypatch.setattr(partitioning, "quota", lambda: quota)
+    assert partitioning.usable_cores() == cores
+
+
+@pytest.mark.parametrize(("name", "value"), [("data.batch_size", 9), ("optimizer.accumulate", 3)])
+def test_cores_nobody_counted_divide_any_batch(name, value, monkeypatch):
+    config = pydoc.get_config("tiny")  # Its batch has 32 stripes, which 8 devices divide.
+    config.update_from_flattened_dict({"data.batch_size": 36, name: value})
+    with pytest.raises(errors.UsageError, match="not a multiple of the data axis"):
+        runs.make_run(config)
+    monkeypatch.setattr(partitioning, "counted_cores", lambda: True)
+    assert runs.make_mesh(config).devices.shape == ({9: 3, 3: 6}[value], 1)
+    config.mesh.data = 2
+    assert runs.make_mesh(config).devices.shape == (2, 1)
+    config.mesh.data = 9
+    with pytest.raises(errors.UsageError, match="does not use all 8 devices"):
+        runs.make_mesh(config)
+
+
+def start(*flags, cores=None, **environment):
+    """`main` as a user starts it, without the devices that conftest asks for."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "NPROC")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "mogrifier_jax.main", "--config=experiments/pydoc.py:tiny", *flags],
+        cwd=ROOT,
+        env=kept | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+    )
+
+
+def finish(process):
+    """The number of devices in the table at the start, once all has gone well."""
+    _, log = process.communicate(timeout=300)
+    assert process.returncode == 0, log
+    return re.search(r"  devices +(.*)", log)[1]
+
+
+two_cores = pytest.mark.skipif(len(partitioning.usable_cores()) < 2, reason="needs two cores")
+
+
+@pytest.mark.slow
+@two_cores
+def test_main_uses_a_device_for_each_core_unless_told(tmp_path):
+    cores = partitioning.usable_cores()[:2]
+    assert finish(start(f"--workdir={tmp_path / 'a'}", cores=cores)) == "2 cpu"
+    assert finish(start(f"--workdir={tmp_path / 'b'}", cores=cores[:1])) == "1 cpu"
+    assert finish(start("--cpu_devices=1", f"--workdir={tmp_path / 'c'}", cores=cores)) == "1 cpu"
+    told = start(f"--workdir={tmp_path / 'd'}", cores=cores, JAX_NUM_CPU_DEVICES="4")
+    assert finish(told) == "4 cpu"
+    odd = start("--config.data.batch_size=31", f"--workdir={tmp_path / 'e'}", cores=cores)
+    assert finish(odd) == "1 of 2 cpu, to divide the batch"
+
+
+@pytest.mark.slow
+@two_cores
+def test_a_run_begun_on_two_devices_ends_on_one_within_rounding(tmp_path):
+    flags = ["--config.schedule.steps_per_turn=150", "--config.log_every=2"]
+    cores = partitioning.usable_cores()[:2]
+    assert finish(start(*flags, f"--workdir={tmp_path / 'whole'}", cores=cores)) == "2 cpu"
+    broken = start(*flags, f"--workdir={tmp_path / 'broken'}", cores=cores)
+    for line in broken.stderr:
+        if "turn 1/2" in line:
+            broken.terminate()
+            break
+    broken.communicate(timeout=300)
+    assert broken.returncode == errors.Interrupted.exit_code
+    assert not (tmp_path / "broken" / "results.json").exists()
+    assert finish(start(*flags, f"--workdir={tmp_path / 'broken'}", cores=cores[:1])) == "1 cpu"
+    whole, broken = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "broken")
+    )
+    assert whole["step"] == broken["step"] == 300
+    assert whole["valid_nats"] == pytest.approx(broken["valid_nats"], rel=1e-4)
+    # It has learnt much since it was resumed: the last turn matters.
+    history = metrics_of(tmp_path / "whole")
+    assert history[-2] / history[-1] > 1.01
+
+
+def metrics_of(folder):
+    """Validation nats, turn by turn."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row["valid_nats"] for row in rows if "valid_nats" in row]
+
+
+@pytest.mark.slow
+def test_importing_the_package_adds_no_devices():
+    code = "import jax, mogrifier_jax.main, mogrifier_jax.partitioning; print(jax.device_count())"
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
