@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 
 KEY = jax.random.key(0)
+MESH = partitioning.make_mesh(devices=jax.devices()[:2])
 
 
 def make_task(**options):
@@ -80,3 +81,18 @@ def test_copies_need_no_corpus_and_score_every_word():
 def test_options_that_do_not_fit_are_refused(make, options, words):
     with pytest.raises(errors.UsageError, match=words):
         make(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(name="reverse_copy", length=3), dict(episodic=True)])
+def test_examples_that_stand_alone_lie_over_the_mesh(options):
+    options = dict(name="pydoc", batch_size=4, window=50) | options
+    alone, spread = (tasks.make_task(KEY, mesh, **options) for mesh in (None, MESH))
+    parts = (alone.batch_at, alone.stream), (spread.batch_at, spread.stream)
+    plans = [task.plan("valid", 3) for task in (alone, spread)]
+    assert [plan.batch_size for plan in plans] == [3, 4]
+    here, there = (jax.jit(batch_at)(stream, jnp.int32(1)) for batch_at, stream in parts)
+    for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert len(one.devices()) == 1 and other.addressable_shards[0].data.shape[0] == 2
+    np.testing.assert_array_equal(*map(targets_of, plans))
