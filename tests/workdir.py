@@ -33,3 +33,9 @@ def write_run(folder, config, vocab):
     with checkpoints.Checkpoints(folder) as saved:
         saved.save(3, make_state(jax.random.key(0)), info={"temperature": 0.9}, best=True)
     return folder
+
+
+def latest_step(folder):
+    """The newest step with a checkpoint."""
+    with checkpoints.Checkpoints(folder, read_only=True) as saved:
+        return saved.latest_step

@@ -34,6 +34,7 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
     trace = runtime.Trace(workdir, profile_steps)
+    workdirs.check_place(workdir)
     workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
     run = runs.make_run(config)
     with bookkeeping.open_book(run, workdir) as book:
