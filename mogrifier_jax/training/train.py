@@ -36,12 +36,17 @@ def train_and_evaluate(
     trace = runtime.Trace(workdir, profile_steps)
     workdirs.check_place(workdir)
     workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
-    run = runs.make_run(config)
-    with bookkeeping.open_book(run, workdir) as book:
-        loop = Loop(run, book, Functions(run), trace)
-        state = loop.restore_or_init()
-        logging.info("\n%s", summaries.describe_run(run, state, workdir))
-        loop.train(state)
+    with contextlib.ExitStack() as stack:
+        # Before anything compiles: what a handler raises inside the compiler would be lost.
+        with signals.StopRequests() as stop:
+            run = runs.make_run(config)
+            stop.check()
+            book = stack.enter_context(bookkeeping.open_book(run, workdir))
+            loop = Loop(run, book, Functions(run), trace)
+            state = loop.restore_or_init()
+            stop.check()
+            logging.info("\n%s", summaries.describe_run(run, state, workdir))
+            loop.train(state)
         results = loop.score_best()
     if jax.process_index() == 0:
         workdirs.write_json(workdir, "results.json", results)

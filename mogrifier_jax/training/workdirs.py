@@ -3,7 +3,7 @@
 config.json       the resolved config; `_types` names what JSON cannot express
 vocabulary.json   the vocabulary
 version.json      for every start of the run: versions, commit and date
-lock              held by whoever changes a file that others change too
+.lock             held by whoever changes a file that others change too
 
 `replacing` writes every small file of the package, `read_json` reads it, `locked` keeps writers
 apart. `seal` is what checkpoints remember of config and vocabulary.
@@ -262,9 +262,10 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
     """Refuses a place for results that cannot be written to, before they are computed."""
     if not path:
         return
+    address = "://" in os.fspath(path)
     path = pathlib.Path(path)
     try:
-        if "://" in str(path) or path.is_dir():
+        if address or path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is not a file")
         if path.exists():
             path.open("ab").close()
@@ -281,7 +282,7 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
     """Waits for its turn: what is read, changed and written again in a folder."""
-    path = pathlib.Path(folder) / "lock"
+    path = pathlib.Path(folder) / ".lock"
     with open_lock(path) as file:
         end = time.monotonic() + _PATIENCE
         while not lock(file):
