@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 import types
 
 import jax
@@ -332,3 +334,24 @@ def test_no_password_is_shown(storage):
     assert "SECRET" not in storages.hide_password(storage)
     assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
     assert storages.hide_password("study.journal") == "study.journal"
+
+
+@pytest.mark.slow
+def test_two_evaluations_and_a_training_at_once_leave_all_results(tmp_path):
+    root = pathlib.Path(__file__).parents[1]
+    environment = os.environ | {"MOGRIFIER_CACHE_DIR": str(tmp_path / "cache")}
+
+    def start(*flags):
+        command = [sys.executable, "-m", "mogrifier_jax.main", f"--workdir={tmp_path / 'run'}"]
+        return subprocess.Popen([*command, *flags], cwd=root, env=environment)
+
+    train = ("--config=experiments/pydoc.py:tiny",)
+    evaluate = ("--mode=evaluate", "--eval.temperature=1", "--eval.stripes=0")
+    assert start(*train).wait() == 0
+    (tmp_path / "run" / "results.json").rename(tmp_path / "results.json")
+    together = [start(*train), *(start(*evaluate, f"--eval.splits={s}") for s in ("valid", "test"))]
+    assert [process.wait() for process in together] == [0, 0, 0]
+    rows = scoring.read_evaluation(str(tmp_path / "run"))["results"]
+    assert sorted(row["text"] for row in rows) == ["test", "valid"]
+    results = (tmp_path / "run" / "results.json").read_bytes()
+    assert results == (tmp_path / "results.json").read_bytes()
