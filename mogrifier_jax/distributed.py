@@ -8,10 +8,11 @@ Restarting is the launcher's work, see `launch.py`; requests to stop are in `sig
 """
 
 import contextlib
-import json
+import errno
 import os
 import pathlib
 import re
+import selectors
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ from jax._src import distributed as runtime  # There is no public way to the key
 from mogrifier_jax import errors
 
 RESTART = errors.Interrupted.exit_code
+_LONGEST = 1000  # Bytes of a message of the roll call.
 _GRACE = 10.0  # Seconds that others have to notice, before a process that failed is gone.
 
 
@@ -63,8 +65,9 @@ def find_place(
     index = environment.get("JAX_PROCESS_ID", environment.get("JOB_COMPLETION_INDEX"))
     count = environment.get("JAX_NUM_PROCESSES")
     if address and count and index:
+        _require_numbers(environment, "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOB_COMPLETION_INDEX")
         return None if int(count) == 1 else _explicit(address, int(count), int(index))
-    if int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+    if environment.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environment:
         return _slurm(environment)
     if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or _on_tpu_host(environment):
         return Place(None, None, None)
@@ -77,10 +80,11 @@ def _explicit(coordinator: str | None, num_processes: int | None, process_id: in
             f"--coordinator {coordinator}, --num_processes {num_processes} and --process_id "
             f"{process_id} belong together: give all three, or none"
         )
-    if not re.fullmatch(r".+:\d+", coordinator):
+    host, _, port = coordinator.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
         raise errors.UsageError(
             f"--coordinator {coordinator!r} is not host:port; give the host of process 0 and a "
-            "free port there, such as 10.0.0.2:1234"
+            "free port there below 65536, such as 10.0.0.2:1234"
         )
     if not 0 <= process_id < num_processes:
         raise errors.UsageError(
@@ -92,8 +96,16 @@ def _explicit(coordinator: str | None, num_processes: int | None, process_id: in
 
 def _slurm(environment: Mapping[str, str]) -> Place:
     """One process for each task; tasks that share a node take a device each."""
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    prefix, number = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes).groups()  # type: ignore[union-attr]
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    needed = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NNODES")
+    _require_numbers({"SLURM_JOB_ID": "", "SLURM_LOCALID": "", **environment}, *needed)
+    if first is None:
+        raise errors.UsageError(
+            f"SLURM_STEP_NODELIST {nodes!r} names no node; start with srun, or give "
+            "--num_processes=1 to run alone"
+        )
+    prefix, number = first.groups()
     port = 61_440 + int(environment["SLURM_JOB_ID"]) % 4096  # Jobs that share a node differ.
     tasks = int(environment["SLURM_NTASKS"])
     alone = tasks == int(environment.get("SLURM_NNODES", "1"))
@@ -103,6 +115,16 @@ def _slurm(environment: Mapping[str, str]) -> Place:
         int(environment["SLURM_PROCID"]),
         None if alone else (int(environment["SLURM_LOCALID"]),),
     )
+
+
+def _require_numbers(environment: Mapping[str, str], *names: str) -> None:
+    """Refuses variables of a launcher that are there and not whole numbers."""
+    for name in names:
+        if not environment.get(name, "0").isdecimal():
+            raise errors.UsageError(
+                f"the launcher set {name} to {environment[name]!r}, which is not a whole number; "
+                "mend it, or give --num_processes=1 to run alone"
+            )
 
 
 def _on_tpu_host(environment: Mapping[str, str]) -> bool:
@@ -121,6 +143,10 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
       peer_timeout: seconds of silence after which a process counts as lost, and the bound of
         every wait for the others at start and end.
     """
+    if not 0.1 <= peer_timeout <= 86_400:
+        raise errors.UsageError(
+            f"--peer_timeout {peer_timeout} must be from 0.1 to 86400 seconds; try 60"
+        )
     if place is None:
         yield
         return
@@ -147,21 +173,6 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
         watch.fail(error)
     watch.leave("0 done")
     jax.distributed.shutdown()
-
-
-def barrier(name: str, *, timeout: float = 300.0) -> None:
-    """Waits until every process is here; tells which are missing when the time is over."""
-    if jax.process_count() == 1:
-        return
-    try:
-        runtime.global_state.client.wait_at_barrier(name, int(1000 * timeout))  # type: ignore[union-attr]
-    except jax.errors.JaxRuntimeError as error:
-        # The runtime lists numbers of processes, one in a line, behind "task names:".
-        missing = re.findall(r"^(\d+)$", str(error), re.MULTILINE)
-        raise PeerLost(
-            f"{_name(missing)} did not reach {name!r} within {timeout:g} s; see the log there, "
-            "then start all processes again"
-        ) from error
 
 
 class Watch(threading.Thread):
@@ -216,6 +227,9 @@ class Watch(threading.Thread):
         code = getattr(error, "exit_code", 1)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
+        elif isinstance(error, KeyboardInterrupt):
+            code = RESTART
+            print("Interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
         elif hasattr(error, "exit_code"):
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         else:
@@ -252,68 +266,110 @@ class Watch(threading.Thread):
 def roll_call(place: Place, timeout: float) -> None:
     """Waits until all processes have reached the coordinator; names those that have not.
 
-    It takes place at the coordinator's port, which is free again afterwards.
+    It takes place at the coordinator's port, which is free again afterwards. `jax.distributed`
+    would abort all of them without a name.
     """
     end = time.monotonic() + timeout
-    _, _, port = place.coordinator.rpartition(":")  # type: ignore[union-attr]
     if place.process_id:
         _answer(place, end, timeout)
     else:
-        _call(place, int(port), end, timeout)
+        _call(place, end, timeout)
 
 
-def _call(place: Place, port: int, end: float, timeout: float) -> None:
-    """Process 0: notes who comes, and tells all of them the outcome."""
-    arrived: set[int] = set()
+def _call(place: Place, end: float, timeout: float) -> None:
+    """Process 0: notes who comes, and tells all of them the outcome.
+
+    Whoever says nothing, too much or what no member says is left out and harms nobody.
+    """
+    members: dict[int, socket.socket] = {}
     expected = set(range(1, place.num_processes))  # type: ignore[arg-type]
-    try:
-        server = socket.create_server(("", port), backlog=128)
-    except OSError as error:
-        raise errors.UsageError(
-            f"port {port} of this host is taken ({error.strerror}); give --coordinator another one"
-        ) from error
-    problem = ""
+    problem = strange = ""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(server)
-        connections = []
-        while not problem and arrived != expected:
-            server.settimeout(max(0.01, end - time.monotonic()))
-            try:
-                connection = stack.enter_context(server.accept()[0])
-                connection.settimeout(5.0)
-                with connection.makefile() as lines:
-                    process, count = json.loads(lines.readline())
-            except TimeoutError:
-                if time.monotonic() >= end:
-                    missing = sorted(expected - arrived)
-                    problem = f"{_name(missing)} did not come within {timeout:g} s"
-                continue
-            except (OSError, ValueError):
-                continue  # Not one of us.
-            if count != place.num_processes:
-                problem = f"process {process} counts {count} processes, not {place.num_processes}"
-            elif process in arrived:
-                problem = f"two processes say that they are process {process}"
-            arrived.add(process)
-            connections.append(connection)
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.sendall(f"{problem}\n".encode())
+        server = stack.enter_context(_listen(place))
+        server.setblocking(False)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(server, selectors.EVENT_READ)
+        heard: dict[socket.socket, bytes] = {}
+        while not problem and members.keys() != expected:
+            if time.monotonic() >= end:
+                missing = sorted(expected - members.keys())
+                problem = f"{_name(missing)} did not come within {timeout:g} s{strange}"
+                break
+            for key, _ in selector.select(max(0.0, min(1.0, end - time.monotonic()))):
+                if key.fileobj is server:
+                    with contextlib.suppress(OSError):
+                        guest = stack.enter_context(server.accept()[0])
+                        guest.setblocking(False)
+                        heard[guest] = b""
+                        selector.register(guest, selectors.EVENT_READ)
+                    continue
+                guest = key.fileobj  # type: ignore[assignment]
+                try:
+                    more = guest.recv(_LONGEST)
+                except OSError:
+                    more = b""
+                heard[guest] += more
+                if more and b"\n" not in heard[guest] and len(heard[guest]) < _LONGEST:
+                    continue  # Its line is not complete.
+                selector.unregister(guest)
+                said = re.fullmatch(rb"\[(\d{1,9}), (\d{1,9})\]\n", heard.pop(guest))
+                process, count = map(int, said.groups()) if said else (0, 0)
+                if process in members:
+                    problem = f"two processes say that they are process {process}"
+                    _tell(guest, problem)
+                elif process in expected and count == place.num_processes:
+                    members[process] = guest
+                else:
+                    if said:
+                        strange = f"; process {process} of {count} came"
+                        _tell(guest, f"there are {place.num_processes} processes{strange}")
+                    guest.close()  # Not one of us.
+        for member in members.values():
+            _tell(member, problem)
     if problem:
         raise PeerLost(_not_all(problem, place))
 
 
+def _tell(guest: socket.socket, problem: str) -> None:
+    with contextlib.suppress(OSError):
+        guest.settimeout(5.0)
+        guest.sendall(f"{problem}\n".encode())
+
+
+def _listen(place: Place) -> socket.socket:
+    """A server at the coordinator's address; at all of this host's where that is not its own."""
+    host, port = _address(place)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in found:
+            try:
+                return socket.create_server(address[:2], family=family, backlog=128)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+        return socket.create_server(("", port), backlog=128)  # Of a service in front of it.
+    except OSError as error:
+        raise errors.UsageError(
+            f"process 0 cannot listen at {host}:{port} ({error.strerror}); give --coordinator the "
+            "address of this host, and a port that is free"
+        ) from error
+
+
+def _address(place: Place) -> tuple[str, int]:
+    host, _, port = place.coordinator.rpartition(":")  # type: ignore[union-attr]
+    return host.strip("[]"), int(port)
+
+
 def _answer(place: Place, end: float, timeout: float) -> None:
     """The others: report to process 0 and hear whether all have come."""
-    host, _, port = place.coordinator.rpartition(":")  # type: ignore[union-attr]
     failure: Exception = TimeoutError("no answer")
     while time.monotonic() < end + 5:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0) as connection:
+            with socket.create_connection(_address(place), timeout=5.0) as connection:
                 connection.sendall(f"[{place.process_id}, {place.num_processes}]\n".encode())
                 connection.settimeout(max(1.0, end + 5 - time.monotonic()))
                 with connection.makefile() as lines:
-                    heard = lines.readline()
+                    heard = lines.readline(_LONGEST)
             if heard.endswith("\n"):
                 if heard.strip():
                     raise PeerLost(_not_all(heard.strip(), place))

@@ -20,6 +20,13 @@ from collections.abc import Sequence
 from mogrifier_jax import errors
 
 RESTART = errors.Interrupted.exit_code
+LIMITS = (
+    ("processes", 1, 1024),
+    ("devices", 1, 1024),
+    ("restarts", 0, 10**6),
+    ("wait", 0, 86_400),
+    ("grace", 0, 86_400),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=180.0, help="seconds before stragglers die")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and the flags of main")
     options = parser.parse_args(arguments)
-    if options.processes < 1 or options.devices < 1:
-        parser.error("--processes and --devices must be at least 1")
+    for name, least, most in LIMITS:
+        if not least <= getattr(options, name) <= most:
+            parser.error(f"--{name} {getattr(options, name)} is not from {least} to {most}")
     flags = options.flags[options.flags[:1] == ["--"] :]
     launcher = Launcher(options.processes, options.devices, options.grace)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,6 +79,7 @@ class Launcher:
                     f"--process_id={process}",
                 ],
                 env=environment,
+                process_group=0,  # Ctrl-C on a terminal is for the launcher, which passes it on.
             )
             for process in range(self._count)
         ]
@@ -90,7 +99,8 @@ class Launcher:
     def _wait(self) -> list[int]:
         """Exit codes; once one process has failed, the others get `grace` seconds."""
         deadline = None
-        while any(process.poll() is None for process in self._running):
+        # All are polled: the code of one that ended is known only then.
+        while None in [process.poll() for process in self._running]:
             time.sleep(0.1)
             if deadline is None and any(process.returncode for process in self._running):
                 deadline = time.monotonic() + self._grace

@@ -1,13 +1,19 @@
 """Flags and dispatch: `python -m mogrifier_jax.main --config=experiments/pydoc.py`.
 
 Flags are defined here and nowhere else; each mode is a function of another module, imported
-when it is used.
+when it is used. What people or their disks can cause ends with one sentence and exit code 2.
 """
 
+import contextlib
+import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback while libraries are imported.
 
 import jax
 from absl import app, flags, logging
@@ -23,6 +29,13 @@ EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
     **dict.fromkeys(("matplotlib", "tensorboardX"), "plot"),
     **dict.fromkeys(("greenlet", "optuna", "scipy", "torch"), "tune"),
+}
+_FULL = "make room, then the same command goes on from what is saved"
+REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a place that you may use"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP), "give another name"),
+    errno.EIO: "the disk may be failing; copy what is there, and go on elsewhere",
 }
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
@@ -85,15 +98,42 @@ def main(argv: Sequence[str]) -> None:
             inspect=inspect,
             tune=tune,
         )
-        try:
+        with sentences():
+            check_outputs()
             modes[_MODE.value]()
-        except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
-                raise
-            raise errors.UsageError(
-                f"--mode={_MODE.value} needs {error.name}, which is not installed; "
-                f'pip install "mogrifier_jax[{EXTRAS[error.name]}]"'
-            ) from None
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """What the machine refuses becomes a sentence with a remedy; other exceptions are bugs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise errors.UsageError(
+            f"--mode={_MODE.value} needs {error.name}, which is not installed; "
+            f'pip install "mogrifier_jax[{EXTRAS[error.name]}]"'
+        ) from None
+    except BrokenPipeError:
+        # Whoever read the output has gone; what is left of it goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise errors.UsageError("nobody reads the output any more; what was saved stays") from None
+    except OSError as error:
+        if error.errno is None:
+            raise
+        place = f" at {error.filename}" if error.filename else ""
+        remedy = REMEDIES.get(error.errno, "see that the place is there and yours, then try again")
+        raise errors.UsageError(f"{error.strerror}{place}; {remedy}") from None
+
+
+def check_outputs() -> None:
+    """Refuses places for results that cannot be written to, before there are results."""
+    from mogrifier_jax.training import workdirs
+
+    workdirs.check_output(_JSON.value, "--json")
+    workdirs.check_output(_REPORT.value, "--report")
+    workdirs.check_output(FLAGS.eval.output, "--eval.output")
 
 
 def require_config() -> None:
@@ -111,7 +151,7 @@ def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
     from mogrifier_jax.evaluation import scoring
 
-    scoring.run((_WORKDIR.value or "").split(","), FLAGS.eval)
+    scoring.run(folders(), FLAGS.eval)
 
 
 def sample() -> None:
@@ -162,10 +202,9 @@ def inspect() -> None:
     """Compares gates and losses of the runs in --workdir (several: a,b,c)."""
     from mogrifier_jax.analysis import inspection
 
-    folders = (_WORKDIR.value or "").split(",")
-    if not all(folders):
+    if not all(folders()):
         raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
-    inspection.run(folders, document=_REPORT.value, json_path=_JSON.value)
+    inspection.run(folders(), document=_REPORT.value, json_path=_JSON.value)
 
 
 def train() -> None:
@@ -203,6 +242,12 @@ def tune() -> None:
     worker.tune(
         _CONFIG.value, workdir, study=_STUDY.value, name=name, prune=_PRUNE.value, **options
     )
+
+
+def folders() -> list[str]:
+    """The values of --workdir; a comma may also be part of a name."""
+    value = _WORKDIR.value or ""
+    return [value] if os.path.isdir(value) else value.split(",")
 
 
 def config_filename() -> str:
@@ -252,13 +297,16 @@ def explain(error: BaseException) -> str:
 
 def run() -> None:
     """The command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app.run(main, flags_parser=parse_flags)
+        with sentences():
+            app.run(main, flags_parser=parse_flags)
     except (errors.UsageError, errors.Diverged, errors.Interrupted) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command goes on from the last checkpoint")
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """Many processes as one run. The slow tests start real ones, with gloo between them."""
 
+import concurrent.futures
+import contextlib
 import json
+import math
 import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -129,6 +133,67 @@ def test_roll_call_notices_a_number_given_twice():
         assert "two processes say that they are process 1" in message
 
 
+STRANGE = (
+    b"5\n",
+    b"null\n",
+    b"[[1],2]\n",
+    b"[" * 5000 + b"\n",
+    b"[7, 2]\n",
+    b"[1, 9]\n",
+    b"",
+    b"[1,",
+)
+
+
+def test_roll_call_is_not_harmed_by_strangers():
+    port = launch._free_port()
+    place = distributed.Place(f"127.0.0.1:{port}", 2, 0)
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor() as pool:
+        called = pool.submit(distributed.roll_call, place, 30.0)
+        for message in STRANGE:  # They stay, and the last one never ends its line.
+            while True:
+                try:
+                    guest = socket.create_connection(("127.0.0.1", port))
+                    break
+                except ConnectionRefusedError:
+                    assert not called.done()
+            stack.enter_context(guest).sendall(message)
+        distributed.roll_call(place._replace(process_id=1), 30.0)
+        called.result()
+
+
+def test_roll_call_listens_where_it_is_told_to():
+    with distributed._listen(distributed.Place(f"127.0.0.1:{launch._free_port()}", 2, 0)) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(errors.UsageError, match="process 0 cannot listen at"):
+        distributed._listen(distributed.Place(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+        {"JAX_COORDINATOR_ADDRESS": "a:99999", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+        {"SLURM_NTASKS": "x", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"},
+    ],
+)
+def test_broken_variables_of_a_launcher(variables):
+    with pytest.raises(errors.UsageError):
+        place_of(variables)
+
+
+@pytest.mark.parametrize("timeout", [math.nan, 0.0, math.inf])
+def test_a_peer_timeout_that_cannot_be(timeout):
+    with (
+        pytest.raises(errors.UsageError, match="peer_timeout"),
+        distributed.session(None, peer_timeout=timeout),
+    ):
+        pass
+
+
 # Programs compiled by one test serve the next.
 CACHE = tempfile.TemporaryDirectory(prefix="compiled")
 
@@ -242,33 +307,3 @@ def test_a_killed_process_stops_the_others_and_all_start_again(unbroken, tmp_pat
     code, rest = finish(launcher)
     assert code == 0 and f"resuming at step {begun}" in rest, said + rest
     np.testing.assert_allclose(losses(tmp_path), unbroken, rtol=2e-6)
-
-
-BARRIER = """
-import sys, time
-from mogrifier_jax import distributed
-place = distributed.Place(sys.argv[1], 2, int(sys.argv[2]))
-with distributed.session(place, peer_timeout=10.0):
-    distributed.barrier("first")
-    if place.process_id == 0:
-        distributed.barrier("second", timeout=0.5)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_a_barrier_names_who_is_missing():
-    address = f"127.0.0.1:{launch._free_port()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BARRIER, address, str(number)],
-            env=environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    said = [process.communicate(timeout=100)[1] for process in processes]
-    assert "PeerLost: process 1 did not reach 'second' within 0.5 s" in said[0]
-    assert processes[0].returncode == errors.Interrupted.exit_code
-    assert processes[1].returncode != 0  # It does not stay behind.

@@ -59,6 +59,20 @@ def test_restarts_what_was_interrupted_and_nothing_else(fake):
     assert FakeLauncher.seen[0] == ["--mode=x"]
 
 
+def test_a_failure_is_seen_while_process_0_hangs():
+    """As if process 0 had been stopped (SIGSTOP): only its death ends it."""
+    launcher = launch.Launcher(2, 1, grace=0.0)
+    programs = ["import time; time.sleep(600)", "import sys; sys.exit(3)"]
+    launcher._running = [subprocess.Popen([sys.executable, "-c", p]) for p in programs]
+    assert launcher._wait() == [-signal.SIGKILL, 3]
+
+
+@pytest.mark.parametrize("flag", ["--wait=nan", "--grace=-1", "--processes=0", "--restarts=-1"])
+def test_numbers_that_cannot_be(flag):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main([flag])
+
+
 @pytest.mark.slow
 def test_a_process_that_does_not_come_is_named_and_waited_for_in_vain():
     address = f"--coordinator=127.0.0.1:{launch._free_port()}"

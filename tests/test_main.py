@@ -166,6 +166,26 @@ def test_a_missing_extra_is_named(command, monkeypatch):
         command(TINY)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OSError(28, "No space left on device", "x/y"),
+            "No space left on device at x/y; make room",
+        ),
+        (PermissionError(13, "Permission denied", "/p"), "Permission denied at /p; give a place"),
+        (OSError(5, "Input/output error"), "Input/output error; the disk may be failing"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_sentence(command, monkeypatch, error, words):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(train, "train_and_evaluate", fail)
+    code, said = command("--config=experiments/pydoc.py:tiny")
+    assert code == 2 and f"UsageError: {words}" in said, said
+
+
 def test_a_bug_keeps_its_traceback(command, monkeypatch):
     def fail(config, workdir, **options):
         raise RuntimeError("a bug")
@@ -180,8 +200,9 @@ def test_an_interrupt_from_the_keyboard_shows_no_traceback(command, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "train_and_evaluate", interrupt)
-    code, _ = command(TINY)
-    assert code == "interrupted; the same command goes on from the last checkpoint"
+    code, said = command(TINY)
+    assert code == 130
+    assert said == "interrupted; the same command goes on from the last checkpoint\n"
 
 
 @pytest.mark.slow

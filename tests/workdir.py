@@ -6,7 +6,7 @@ import numpy as np
 from experiments import text as experiment
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, checkpoints, workdirs
+from mogrifier_jax.training import averaging, checkpoints, runs, workdirs
 from tests import quick
 
 
@@ -30,6 +30,13 @@ def write_run(folder, config, vocab):
         return {"params": params, "average": averaging.make_averaging("triggered").init(params)}
 
     workdirs.write_run_files(folder, config, vocab.to_json())
-    with checkpoints.Checkpoints(folder) as saved:
+    seal = workdirs.seal(config, vocab.to_json(), ignore=runs.FREE_KEYS)
+    with checkpoints.Checkpoints(folder, seal=seal) as saved:
         saved.save(3, make_state(jax.random.key(0)), info={"temperature": 0.9}, best=True)
     return folder
+
+
+def latest_step(folder):
+    """The newest step with a checkpoint."""
+    with checkpoints.Checkpoints(folder, read_only=True) as saved:
+        return saved.latest_step

@@ -9,7 +9,6 @@ For each set a sweep leaves in its workdir `<set>.json` (the rows below), `<set>
 and `--report` renews them there. Spread is the standard deviation of the sample.
 """
 
-import json
 import os
 import pathlib
 import re
@@ -45,7 +44,7 @@ def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) ->
 
 def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[str, Any]:
     """Scores, sizes and costs of several runs of one config."""
-    results = [json.loads((folder / "results.json").read_text()) for folder in folders]
+    results = [workdirs.read_json(folder / "results.json", dict) for folder in folders]
     unit = unit or next(key.removeprefix("valid_") for key in results[0] if key in _SCORES)
     config = workdirs.read_config(folders[0])
     vocab = vocabulary.Vocabulary.from_json(workdirs.read_vocabulary(folders[0]))
@@ -191,13 +190,14 @@ def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
 def replace_section(report: pathlib.Path, name: str, content: str) -> None:
     """Puts Markdown between the comments of this name, which come to the end if there are none."""
     section = f"<!-- {name} -->\n{content}<!-- end -->"
-    text = report.read_text() if report.exists() else ""
     place = re.compile(rf"<!-- {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
-    if place.search(text):
-        text = place.sub(lambda _: section, text)
-    else:
-        text += f"{section}\n"
-    workdirs.replace_text(report, text)
+    with workdirs.locked(report.parent):
+        text = report.read_text() if report.exists() else ""
+        if place.search(text):
+            text = place.sub(lambda _: section, text)
+        else:
+            text += f"{section}\n"
+        workdirs.replace_text(report, text)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
@@ -208,7 +208,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 
 def _read(path: pathlib.Path, default: Any) -> Any:
-    return json.loads(path.read_text()) if path.exists() else default
+    return workdirs.read_json(path) if path.exists() else default
 
 
 def _show_x(x: float | str | None) -> str:

@@ -19,6 +19,7 @@ from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.evaluation import passes, pretrained, report, texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import workdirs as files
 
 NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}
 GATES = ("f", "i", "o")
@@ -92,7 +93,7 @@ def run(
         if document:
             comparisons.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
     if json_path:
-        pathlib.Path(json_path).write_text(json.dumps(_finite(merged), indent=1) + "\n")
+        files.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
     return merged
 
 

@@ -6,7 +6,6 @@ a sweep that was stopped goes on with the same command. `comparisons.py` makes t
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -254,16 +253,20 @@ def timed(job: Job) -> Iterator[None]:
         write_record(job.folder, seconds=round(spent, 1), hardware=hardware())
 
 
+_REMEDY = "restore it from a copy, or delete that folder to run it again"
+
+
 def read_record(folder: pathlib.Path) -> dict[str, Any]:
     """What a sweep has noted of a run: seconds, hardware, and whether it diverged."""
     path = folder / "sweep.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return workdirs.read_json(path, dict, _REMEDY) if path.exists() else {}
 
 
 def write_record(folder: pathlib.Path, **values: Any) -> None:
     """Adds to the record of a run."""
     folder.mkdir(parents=True, exist_ok=True)
-    workdirs.write_json(folder, "sweep.json", {**read_record(folder), **values})
+    with workdirs.locked(folder):
+        workdirs.write_json(folder, "sweep.json", {**read_record(folder), **values})
 
 
 def hardware() -> str:
@@ -276,5 +279,5 @@ def describe(folder: pathlib.Path) -> str:
     record = read_record(folder)
     if "diverged" in record:
         return "diverged"
-    results = json.loads((folder / "results.json").read_text())
+    results = workdirs.read_json(folder / "results.json", dict, _REMEDY)
     return f"valid {results['valid_nats']:.4f} nats, {progress.span(record['seconds'])}"

@@ -19,7 +19,7 @@ from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
-from mogrifier_jax.training import leaves
+from mogrifier_jax.training import leaves, workdirs
 
 BATCH_SIZE, MAX_WINDOWS = 1024, 500  # As in the paper.
 
@@ -137,8 +137,7 @@ def _read(path: pathlib.Path, digest: str, params: Any) -> Statistics | None:
 def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rms = {f"rms.{name}": np.asarray(a) for name, a in leaves.name_leaves(statistics.rms).items()}
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with workdirs.replacing(path) as file:
         np.savez(
             file,
             digest=np.array(digest),
@@ -146,7 +145,6 @@ def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
             losses=statistics.losses,
             **rms,  # type: ignore[arg-type]
         )
-    os.replace(temporary, path)
 
 
 def _digest(tree: Any, *numbers: int) -> str:

@@ -12,7 +12,10 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, checkpoints, workdirs
+from mogrifier_jax.training import averaging, checkpoints, runs, workdirs
+
+# What is read of a config here, beside its model.
+_NEEDED = ("data.name", "averaging.kind", "schedule.turns", "schedule.steps_per_turn")
 
 
 class Pretrained(NamedTuple):
@@ -38,20 +41,27 @@ def load_weights(
         raise errors.UsageError(f"checkpoint {which!r} is unknown; use 'best' or 'latest'")
     if not pathlib.Path(workdir).is_dir():
         raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
-    config = workdirs.read_config(workdir)
-    vocab = vocabulary.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
+    config = workdirs.read_config(workdir, *_NEEDED)
+    vocab = vocabulary.Vocabulary.from_json(text := workdirs.read_vocabulary(workdir))
     model = models.make_model(
         len(vocab), encoder_decoder=config.data.name == "reverse_copy", **config.model
     )
     average = averaging.make_averaging(config.averaging.kind)
-    with checkpoints.Checkpoints(workdir, read_only=True) as saved:
+    seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
+    with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)
     total = config.schedule.turns * config.schedule.steps_per_turn
-    finished = (pathlib.Path(workdir) / "results.json").exists()
+    results = _read_results(pathlib.Path(workdir) / "results.json")
+    finished = results is not None
     if restored is None:
         raise errors.UsageError(
             f"{workdir} has no checkpoint yet: the first one is written after the first "
             "evaluation; wait for it, or start the run again if it was stopped"
+        )
+    if results is not None and which == "best" and results.get("step") != restored.step:
+        logging.warning(
+            "%s was left by a best checkpoint of step %s, and that of step %d is used",
+            *(pathlib.Path(workdir) / "results.json", results.get("step"), restored.step),
         )
     if not finished:
         logging.info(
@@ -72,6 +82,11 @@ def load_weights(
             "finished": finished,
         },
     )
+
+
+def _read_results(path: pathlib.Path) -> dict[str, Any] | None:
+    """What a run that has ended left; None if it has not."""
+    return workdirs.read_json(path, dict) if path.exists() else None
 
 
 def _abstract_weights(model, average, mesh) -> dict[str, Any]:

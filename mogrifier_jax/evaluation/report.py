@@ -36,7 +36,9 @@ def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, s
     cell, rounds = config.model.get("cell", "mogrifier_lstm"), config.model.get("rounds", 0)
     if cell == "mogrifier_lstm":
         cell = "mogrifier" if rounds else "lstm"
-    budget = config.model.get("num_params") or num_params
+    # A model whose hidden size is set does not use the budget.
+    solved = config.model.get("num_params") and not config.model.get("hidden_size")
+    budget = config.model.num_params if solved else num_params
     # As the paper writes it; small models are named by their thousands.
     params = f"{budget / 1e6:.0f}M" if budget >= 1e6 else f"{budget / 1e3:.0f}k"
     return {"corpus": corpus, "model": cell, "params": params}

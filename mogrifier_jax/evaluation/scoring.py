@@ -7,7 +7,6 @@ Results are added to `evaluation.json` in the workdir, and the score of every to
 makes Markdown of several workdirs, `tokens.py` ensembles.
 """
 
-import json
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -71,10 +70,9 @@ def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> dict[str, 
             started = time.perf_counter()
             row = make_row(scorer, method, name, details, score(name))
             row["seconds"] = round(time.perf_counter() - started, 2)
-            add_row(evaluation, row)
             # After each: an interruption leaves what is done.
             if jax.process_index() == 0:
-                workdirs.write_json(folder, "evaluation.json", evaluation)
+                keep_row(folder, evaluation, row)
     logging.info("\n%s", describe(evaluation))
     return evaluation
 
@@ -91,11 +89,24 @@ def begin(scorer: methods.Scorer) -> dict[str, Any]:
         "versions": workdirs.versions(),
         "results": [],
     }
-    if (pathlib.Path(scorer.folder) / "evaluation.json").exists():
-        earlier = read_evaluation(scorer.folder)
+    take_earlier(scorer.folder, evaluation)
+    return evaluation
+
+
+def take_earlier(folder: str, evaluation: dict[str, Any]) -> None:
+    """Takes over the results that are there, of another evaluation perhaps, of the same weights."""
+    if (pathlib.Path(folder) / "evaluation.json").exists():
+        earlier = read_evaluation(folder)
         if all(earlier.get(key) == evaluation[key] for key in ("which", "step", "unit")):
             evaluation["results"] = earlier["results"]
-    return evaluation
+
+
+def keep_row(folder: str, evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
+    """Adds a result to evaluation.json, to which others may add at the same time."""
+    with workdirs.locked(folder):
+        take_earlier(folder, evaluation)
+        add_row(evaluation, row)
+        workdirs.write_json(folder, "evaluation.json", evaluation)
 
 
 def make_row(scorer, method, name, details, result) -> dict[str, Any]:
@@ -140,12 +151,10 @@ def read_evaluation(folder: str) -> dict[str, Any]:
         raise errors.UsageError(
             f"{path} does not exist; evaluate that run first, with --eval.methods"
         )
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise errors.UsageError(
-            f"{path} is not valid JSON ({error}); delete it and evaluate again"
-        ) from None
+    found = workdirs.read_json(path, dict, "delete it and evaluate again")
+    if not isinstance(found.get("results"), list):
+        raise errors.UsageError(f"{path} holds no results; delete it and evaluate again")
+    return found
 
 
 def describe(evaluation: Mapping[str, Any]) -> str:

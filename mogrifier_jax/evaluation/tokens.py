@@ -17,6 +17,7 @@ import numpy as np
 from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import passes
+from mogrifier_jax.training import workdirs
 
 
 def write_tokens(
@@ -29,15 +30,13 @@ def write_tokens(
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = vocab if isinstance(vocab, str) else digest_vocabulary(vocab)
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
+    with workdirs.replacing(path) as file:
         np.savez_compressed(
             file,
             tokens=scores.tokens.astype(np.int32),
             nats=scores.nats.astype(np.float32),
             about=np.array(json.dumps({"vocabulary": digest, **about})),
         )
-    os.replace(temporary, path)
 
 
 def read_tokens(path: str | os.PathLike) -> tuple[passes.TokenScores, dict[str, Any]]:

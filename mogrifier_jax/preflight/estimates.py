@@ -13,7 +13,6 @@ import datetime
 import importlib.metadata
 import json
 import math
-import pathlib
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.nn import models
 from mogrifier_jax.preflight import abstract_tasks, costs, flops, targets
-from mogrifier_jax.training import progress, runs
+from mogrifier_jax.training import progress, runs, workdirs
 
 _GIB = 1024**3
 
@@ -270,6 +269,4 @@ def write_json(path: str, reports: list[Report]) -> None:
         "versions": {name: importlib.metadata.version(name) for name in names if name in found},
         "reports": [report.to_dict() for report in reports],
     }
-    file = pathlib.Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    workdirs.replace_text(path, json.dumps(content, indent=1) + "\n")

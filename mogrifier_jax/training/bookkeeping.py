@@ -47,6 +47,13 @@ class Book:
             logging.info("resuming at step %d", restored.step)
             self.done = schedule.Progress.from_dict(restored.info["progress"])
             step = restored.step if restored.step or self.done.history else None
+        elif known := max((r["step"] for r in metrics.read_metrics(self.workdir)), default=0):
+            # The first save is waited for, so there was a checkpoint.
+            raise errors.UsageError(
+                f"{self.workdir} has metrics up to step {known} but no checkpoint: put the folder "
+                "checkpoints back from a copy, or use another workdir; to start from zero here, "
+                "delete metrics.jsonl"
+            )
         self._writer = metrics.MetricWriter(self.workdir, step)
         return None if restored is None else restored.state
 
@@ -117,7 +124,10 @@ class Book:
         if not np.isfinite(_norm(state.params)):
             raise self.diverged("a weight")
         info["progress"] = self.done.to_dict()
+        first = self.saved.latest_step is None
         self.saved.save(int(state.step), state, info=info, best=best)
+        if first:
+            self.saved.wait()  # A place that cannot be written to shows before the first step.
 
     def restore_best(self) -> checkpoints.Restored:
         """The best state of the run."""
@@ -175,8 +185,11 @@ def open_book(
     run: runs.Run, workdir: str, on_turn: Callable[[int, float], None] | None = None
 ) -> Iterator[Book]:
     """The book of a run, with the files that a workdir begins with."""
-    with checkpoints.Checkpoints(workdir) as saved:
-        workdirs.write_run_files(workdir, run.config, run.task.vocabulary.to_json())
+    vocabulary = run.task.vocabulary.to_json()
+    seal = workdirs.seal(run.config, vocabulary, ignore=runs.FREE_KEYS)
+    workdirs.check_place(workdir)
+    with checkpoints.Checkpoints(workdir, seal=seal) as saved:
+        workdirs.write_run_files(workdir, run.config, vocabulary)
         book = Book(run, workdir, saved, on_turn)
         with contextlib.closing(book):
             yield book

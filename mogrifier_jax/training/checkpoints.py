@@ -2,10 +2,10 @@
 
 Orbax writes the arrays and commits a checkpoint by renaming its folder, so a killed run leaves
 either a whole checkpoint or none. It restores flipped bytes as wrong numbers without a word, so
-every leaf is saved with a checksum (`checksums.py`) that is computed again after it is restored.
+every leaf is saved with a checksum (`leaves.py`) that is computed again after it is restored.
 
     <workdir>/checkpoints/<step>/state            the arrays, flat, named by their path in the state
-    <workdir>/checkpoints/<step>/info/info.json   bookkeeping, shapes, dtypes and checksums
+    <workdir>/checkpoints/<step>/info/info.json   bookkeeping, shapes, dtypes, checksums and a seal
     <workdir>/checkpoints/<step>.damaged          a checkpoint that failed its checks, set aside
 
 Nothing here knows what is in the state. Config and vocabulary of a run are in `workdirs.py`.
@@ -14,26 +14,22 @@ Nothing here knows what is in the state. Config and vocabulary of a run are in `
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import shutil
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import checksums, leaves
+from mogrifier_jax.training import leaves, workdirs
 
 Which = Literal["latest", "best"]
 
@@ -52,12 +48,24 @@ class Checkpoints:
 
     Kept are the last `keep` checkpoints and, for each of them, the one that was the best when it
     was saved: whichever of them a run resumes from, its best is there.
+
+    Args:
+      seal: plain values by name that belong to the state. They are saved with it, and it is not
+        restored beside others. What is not sealed, or was saved without a seal, is not compared.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, keep: int = 2, read_only: bool = False):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        keep: int = 2,
+        read_only: bool = False,
+        seal: Mapping[str, Any] | None = None,
+    ):
         self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
         self._keep = keep
         self._read_only = read_only
+        self._seal = seal or {}
         self._lock = None if read_only else self._take_over()
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
@@ -65,12 +73,15 @@ class Checkpoints:
             )
         )
         self._best = self.best_step
+        self._bytes = 0  # Of the last state that was saved.
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        # What ended the block matters more than a save that fails for the same reason.
+        with contextlib.suppress(errors.UsageError) if kind else contextlib.nullcontext():
+            self.close()
 
     @property
     def steps(self) -> list[int]:
@@ -108,18 +119,23 @@ class Checkpoints:
             "step": step,
             "best_step": self._best,
             "info": info,
-            "leaves": leaves.describe(state, checksums.compute(arrays)),
+            "seal": dict(self._seal),
+            "leaves": leaves.describe(state),
         }
         if jax.process_index() == 0:
             self._make_room(step)
         # Orbax refuses arrays without elements; there is nothing in them to save.
         arrays = {name: array for name, array in arrays.items() if array.size}
-        self._checkpointer.save(
-            self._folder / str(step),
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(_seal(content))
-            ),
-        )
+        self._bytes = sum(array.nbytes for array in arrays.values())
+        with self._saving():
+            if jax.process_index() == 0 and self._free() < self._bytes + 2**20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._checkpointer.save(
+                leaves.Folder(self._folder / str(step)),
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(_seal(content))
+                ),
+            )
 
     def restore(
         self, abstract_state: Any, *, which: Which = "latest", partial: bool = False
@@ -139,7 +155,7 @@ class Checkpoints:
         while (step := self._next_step(which, failures)) is not None:
             path = self._folder / str(step)
             try:
-                content, arrays = _read_verified(path, targets, abstract_state, partial)
+                content, arrays = self._read_verified(path, targets, abstract_state, partial)
             except errors.UsageError:
                 raise
             # Damage comes as whatever the decoder that met it raises, a bare Exception included.
@@ -147,10 +163,7 @@ class Checkpoints:
                 failures[step] = _shorten(error)
                 # A folder that is gone and no longer named was removed by the run that is writing.
                 if path.exists() or (which == "best" and self.best_step == step):
-                    logging.warning(
-                        "checkpoint of step %d is damaged: %s (%s); trying the one before",
-                        *(step, path, failures[step]),
-                    )
+                    _warn_of_damage(path, failures[step])
                 continue
             if which == "latest" and not self._read_only:
                 self._best = content["best_step"]
@@ -167,21 +180,40 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits for the save under way, then removes the checkpoints that are no longer needed."""
-        self._checkpointer.wait_until_finished()
+        with self._saving():
+            self._checkpointer.wait_until_finished()
         if not self._read_only and jax.process_index() == 0:
             self._prune()
 
     def close(self) -> None:
         """Finishes what is under way and lets others write here."""
-        self.wait()
-        self._checkpointer.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self._folder).free
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A save that fails becomes one sentence; what was saved before stays."""
+        try:
+            yield
+        # The storage library raises its own kinds for a full disk, a quota or a lost mount.
+        except Exception as error:
+            raise errors.UsageError(
+                f"no checkpoint could be saved in {self._folder} ({_shorten(error)}): it needs "
+                f"{self._bytes / 2**20 + 1:,.0f} MiB, and {self._free() / 2**20:,.0f} MiB are "
+                f"free; make room, then the same command goes on from step {self.latest_step or 0}"
+            ) from None
 
     def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
         """The next step to try, read anew as a run may be writing; process 0 decides for all."""
-        candidates = self.steps[::-1] if which == "latest" else _best_steps(self._folder)
+        candidates = self.steps[::-1] if which == "latest" else _best_steps(self._folder, failures)
         if which == "best" and not candidates and self.steps:
             raise errors.UsageError(
                 f"no readable checkpoint in {self._folder} names a best step; use the latest one"
@@ -191,21 +223,53 @@ class Checkpoints:
             step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
         return None if step < 0 else step
 
+    def _read_verified(
+        self,
+        path: pathlib.Path,
+        targets: dict[str, jax.ShapeDtypeStruct],
+        abstract_state: Any,
+        partial: bool,
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Reads a checkpoint and verifies its checksums; raises in all processes or in none."""
+        failure, content, arrays = None, {}, {}
+        try:
+            content = _read_content(path)
+            self._check_seal(content.get("seal", {}))
+            leaves.compare(content["leaves"], abstract_state, partial=partial)
+            arrays = leaves.read_arrays(path / "state", targets)
+        except Exception as error:
+            failure = error
+        # One process may meet damage in what the others do not read.
+        if not _all_processes(failure is None):
+            raise failure or OSError("another process could not read it")
+        for name, checksum in leaves.compute_checksums(arrays).items():
+            if checksum != content["leaves"][name]["checksum"]:
+                raise OSError(f"the checksum of {name} is wrong")
+        return content, arrays
+
+    def _check_seal(self, saved: Mapping[str, Any]) -> None:
+        differences = [
+            f"{name} {value} (as trained) vs {self._seal.get(name, 'absent')} (now)"
+            for name, value in saved.items()
+            if self._seal and self._seal.get(name, "absent") != value
+        ]
+        if differences:
+            raise errors.UsageError(
+                f"files in {self._folder.parent} are not those that its weights were trained with: "
+                f"{'; '.join(differences[:5])}; restore them from a copy"
+            )
+
     def _take_over(self):
         """Claims the folder for writing and tidies up after a killed run."""
         lock = None
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            lock = (self._folder / "lock").open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                # Some network file systems have no locks: then nobody is kept out.
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    lock.close()
-                    lock = None
-            if lock is not None:
+            lock = workdirs.open_lock(self._folder / "lock")
+            if workdirs.lock(lock):
                 _tidy(self._folder)
+            else:
+                lock.close()
+                lock = None
         if not _all_processes(lock is not None or jax.process_index() != 0):
             raise errors.UsageError(
                 f"another run is writing to {self._folder.parent}; wait for it, or stop it, or "
@@ -239,78 +303,6 @@ class Checkpoints:
                     _rename_to_free(self._folder / str(step), f"{step}.damaged")
 
 
-def read_info(workdir: str | os.PathLike, which: Which = "latest") -> Restored | None:
-    """Step and info of the newest (or best) checkpoint, from its JSON alone; state is None."""
-    folder = pathlib.Path(workdir).absolute() / "checkpoints"
-    for step in _list_steps(folder)[::-1] if which == "latest" else _best_steps(folder):
-        with contextlib.suppress(ValueError, OSError):
-            return Restored(step, None, _read_content(folder / str(step))["info"])
-    return None
-
-
-def _read_verified(
-    path: pathlib.Path,
-    targets: dict[str, jax.ShapeDtypeStruct],
-    abstract_state: Any,
-    partial: bool,
-) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Reads a checkpoint and computes its checksums again; raises in all processes or in none."""
-    failure, content, arrays = None, {}, {}
-    try:
-        content = _read_content(path)
-        leaves.compare(content["leaves"], abstract_state, partial=partial)
-        arrays = _read_arrays(path / "state", targets)
-    except Exception as error:
-        failure = error
-    # One process may meet damage in what the others do not read.
-    if not _all_processes(failure is None):
-        raise failure or OSError("another process could not read it")
-    for name, checksum in checksums.compute(arrays).items():
-        if checksum != content["leaves"][name]["checksum"]:
-            raise OSError(f"the checksum of {name} is wrong")
-    return content, arrays
-
-
-def _read_arrays(
-    folder: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    saved = {name: target for name, target in targets.items() if target.size}
-    # The handler rather than the checkpointer: that one waits for the other processes at the
-    # end, and would wait in vain for one that met damage.
-    with _quiet_failure():
-        arrays = ocp.PyTreeCheckpointHandler().restore(
-            folder,
-            args=ocp.args.PyTreeRestore(
-                item=saved,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(saved),
-                partial_restore=True,
-            ),
-        )
-    for name, target in targets.items():
-        if not target.size:
-            arrays[name] = jnp.zeros(target.shape, target.dtype, device=target.sharding)
-    return {name: arrays[name] for name in targets}
-
-
-@contextlib.contextmanager
-def _quiet_failure() -> Iterator[None]:
-    """Keeps a failed read from printing a traceback for every other read that was under way."""
-    hook = sys.unraisablehook
-
-    def filtered(failure) -> None:
-        if "Event loop is closed" not in str(failure.exc_value):
-            hook(failure)
-
-    sys.unraisablehook = filtered
-    try:
-        yield
-    except Exception:
-        time.sleep(0.5)  # They come from other threads, a moment later.
-        raise
-    finally:
-        sys.unraisablehook = hook
-
-
 def _shorten(error: Exception) -> str:
     """The first line of what the storage library says, without its details."""
     text = str(error).strip().split("\n")[0].split(" See full ")[0]
@@ -320,16 +312,32 @@ def _shorten(error: Exception) -> str:
 def _list_steps(folder: pathlib.Path) -> list[int]:
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    # "007" and other alphabets are digits too, but not as we write them.
+    return sorted(
+        int(path.name)
+        for path in folder.iterdir()
+        if path.name.isdecimal() and str(int(path.name)) == path.name
+    )
 
 
-def _best_steps(folder: pathlib.Path) -> list[int]:
-    """What the readable checkpoints, newest first, name as the best, without repetition."""
+def _best_steps(folder: pathlib.Path, failures: dict[int, str] | None = None) -> list[int]:
+    """What the readable checkpoints, newest first, name as the best; notes why others do not."""
     best = []
     for step in _list_steps(folder)[::-1]:
-        with contextlib.suppress(ValueError, OSError):
+        try:
             best.append(_read_content(folder / str(step))["best_step"])
+        except (ValueError, OSError) as error:
+            # A folder that is gone was removed by the run that is writing.
+            if failures is not None and step not in failures and (folder / str(step)).exists():
+                failures[step] = _shorten(error)
+                _warn_of_damage(folder / str(step), failures[step])
     return list(dict.fromkeys(step for step in best if step is not None))
+
+
+def _warn_of_damage(path: pathlib.Path, why: str) -> None:
+    logging.warning(
+        "checkpoint of step %s is damaged: %s (%s); it is passed over", path.name, path, why
+    )
 
 
 def _seal(content: dict[str, Any]) -> dict[str, Any]:
@@ -343,9 +351,11 @@ def _digest(content: Any) -> str:
 
 def _read_content(path: pathlib.Path) -> dict[str, Any]:
     """The sealed JSON of a checkpoint; ValueError or OSError if it is not as it was written."""
-    sealed = json.loads((path / "info" / "info.json").read_text())
+    sealed = json.loads((path / "info" / "info.json").read_bytes())
     if not isinstance(sealed, dict) or sealed.get("sha256") != _digest(sealed.get("content")):
         raise ValueError("info.json does not match its own checksum")
+    if sealed["content"]["step"] != int(path.name):
+        raise ValueError(f"it is a copy of the checkpoint of step {sealed['content']['step']}")
     return sealed["content"]
 
 

@@ -16,11 +16,13 @@ TensorBoard shows both, from the folder `tensorboard`.
 How it all looks as a picture is in `plots.py`; what is printed, in `progress.py`.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import pathlib
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +85,11 @@ class MetricWriter:
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / "metrics.jsonl"
         last = -1 if resume_step is None else resume_step
-        kept = [record for record in read_metrics(workdir) if record["step"] <= last]
+        records = read_metrics(workdir)
+        if path.exists() and len(records) != path.read_bytes().count(b"\n"):
+            shutil.copyfile(path, f"{path}.damaged")
+            logging.warning("%s is kept as %s.damaged, with what is left out", path, path.name)
+        kept = [record for record in records if record["step"] <= last]
         workdirs.replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         # The run may have been killed after writing these and before its next checkpoint.
         self._repeated = {(r["step"], r["kind"]) for r in kept if r["step"] == last}
@@ -111,7 +117,8 @@ class MetricWriter:
         """Closes the files."""
         for file in (self._metrics, self._speed, self._board):
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):  # A full disk was met as the line was written.
+                    file.close()
         self._metrics = self._speed = self._board = None
 
     def _append(self, file, record: dict[str, Any], group: str) -> None:
@@ -131,12 +138,17 @@ def read_metrics(workdir: str | os.PathLike, name: str = "metrics.jsonl") -> lis
     if not path.exists():
         return []
     records = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
-            records.append(json.loads(line) if line.endswith("\n") else None)
-        except ValueError:
-            logging.warning("%s: this is not a record, left out: %s", path, line.strip()[:80])
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        wanted = {"step"} if name == "speed.jsonl" else {"step", "kind"}
+        if isinstance(record, dict) and wanted <= record.keys() and type(record["step"]) is int:
+            records.append(record)
+        else:
+            logging.warning("%s: this is not a record, left out: %r", path, line[:80])
+    return records
 
 
 def _to_plain(value: Any) -> Any:

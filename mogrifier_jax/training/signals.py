@@ -8,14 +8,18 @@ import jax
 from absl import logging
 from jax.experimental import multihost_utils
 
+from mogrifier_jax import errors
+
 
 class StopRequests:
     """Notes requests to stop; ask `requested()` between dispatches, equally often in all processes.
 
     With `jax.distributed` the runtime itself listens for SIGTERM and makes every process stop at
     the same call. Without it SIGTERM and the first Ctrl-C are caught here; a second Ctrl-C
-    interrupts at once.
+    interrupts at once. Within one that listens already, `with` gives that one.
     """
+
+    _listening: "StopRequests | None" = None
 
     def __init__(self) -> None:
         self._calls = 0
@@ -23,6 +27,9 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
+        if StopRequests._listening is not None:
+            return StopRequests._listening
+        StopRequests._listening = self
         on_main_thread = threading.current_thread() is threading.main_thread()
         if on_main_thread and not jax.distributed.is_initialized():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -33,6 +40,13 @@ class StopRequests:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
+        if StopRequests._listening is self:
+            StopRequests._listening = None
+
+    def check(self) -> None:
+        """Stops at once, if asked to, where there is nothing to save yet; for one process alone."""
+        if self._signal is not None:
+            raise errors.Interrupted("stopped before the first step; the same command goes on")
 
     def requested(self) -> bool:
         """Whether to save and stop now; the same answer in every process."""

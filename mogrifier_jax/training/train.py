@@ -45,11 +45,17 @@ def train_and_evaluate(
 ) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
     trace = runtime.Trace(workdir, profile_steps)
+    workdirs.check_place(workdir)
     workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
-    run = runs.make_run(config)
-    with bookkeeping.open_book(run, workdir) as book:
-        logging.info("\n%s", summaries.describe_run(run, workdir))
-        (results,) = train([book], Alone(run), trace)
+    with contextlib.ExitStack() as stack:
+        # Before anything compiles: what a handler raises inside the compiler would be lost.
+        with signals.StopRequests() as stop:
+            run = runs.make_run(config)
+            stop.check()
+            book = stack.enter_context(bookkeeping.open_book(run, workdir))
+            logging.info("\n%s", summaries.describe_run(run, workdir))
+            loops = train_turns([book], Alone(run), trace)
+        (results,) = score_best(loops)
     if isinstance(results, Exception):
         raise results
     if jax.process_index() == 0:
@@ -67,26 +73,42 @@ def draw_learning_curve(run: runs.Run, workdir: str) -> None:
         logging.info("no learning_curve.png: matplotlib is not installed")
 
 
-def train(
+def train(books: Sequence[bookkeeping.Book], compiled: "Alone | stacked.Together") -> list[Outcome]:
+    """Trains runs to their ends; returns what came out, by book."""
+    return score_best(train_turns(books, compiled))
+
+
+def train_turns(
     books: Sequence[bookkeeping.Book],
     compiled: "Alone | stacked.Together",
     trace: runtime.Trace | None = None,
-) -> list[Outcome]:
-    """Trains runs to their ends, those together that are at the same point of the schedule."""
-    restored = [book.restore() for book in books]
+) -> dict[int, "Loop"]:
+    """All turns, those runs together that are at the same point; returns the loop of each book."""
+    with signals.StopRequests() as stop:
+        restored = [book.restore() for book in books]
+        stop.check()
+        points = [
+            (0 if state is None else int(state.step), len(book.done.history))
+            for state, book in zip(restored, books, strict=True)
+        ]
+        loops = {}
+        for point in sorted(set(points)):
+            group = [i for i, other in enumerate(points) if other == point]
+            loop = Loop([books[i] for i in group], compiled, trace or runtime.Trace("."))
+            states = [state for i in group if (state := restored[i]) is not None]
+            loop.train(compiled.stack(states) if states else compiled.init())
+            loops |= dict.fromkeys(group, loop)
+    return loops
+
+
+def score_best(loops: dict[int, "Loop"]) -> list[Outcome]:
+    """The outcome of each book of `train_turns`."""
     outcomes: dict[int, Any] = {}
-    points = [
-        (0 if state is None else int(state.step), len(book.done.history))
-        for state, book in zip(restored, books, strict=True)
-    ]
-    for point in sorted(set(points)):
-        group = [i for i, other in enumerate(points) if other == point]
-        loop = Loop([books[i] for i in group], compiled, trace or runtime.Trace("."))
-        states = [state for i in group if (state := restored[i]) is not None]
-        loop.train(compiled.stack(states) if states else compiled.init())
+    for loop in dict.fromkeys(loops.values()):
         loop.score_best()
+        group = sorted(i for i, other in loops.items() if other is loop)
         outcomes |= dict(zip(group, loop.outcomes, strict=True))
-    return [outcomes[i] for i in range(len(books))]
+    return [outcomes[i] for i in sorted(outcomes)]
 
 
 class Loop:

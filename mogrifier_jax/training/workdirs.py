@@ -1,21 +1,33 @@
-"""What a run leaves in its workdir beside checkpoints and metrics: all that reading it again needs.
+"""The small files of a workdir: what a run leaves beside checkpoints and metrics, and how.
 
 config.json       the resolved config; `_types` names what JSON cannot express
 vocabulary.json   the vocabulary
 version.json      for every start of the run: versions, commit and date
+.lock             held by whoever changes a file that others change too
+
+`replacing` writes every small file of the package, `read_json` reads it, `locked` keeps writers
+apart. `seal` is what checkpoints remember of config and vocabulary.
 """
 
+import contextlib
 import datetime
+import errno
+import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import secrets
 import subprocess
+import tempfile
+import time
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import IO, Any
 
 import jax
+from absl import logging
 from ml_collections import config_dict
 
 import mogrifier_jax
@@ -25,13 +37,41 @@ from mogrifier_jax import errors
 _PLACEHOLDERS = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
 
+# What the weights and their scores depend on; the rest of a config is about how they were found.
+_SEALED = ("model", "data", "dropout", "averaging.kind")
+_PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
+
+
+def check_place(workdir: str | os.PathLike) -> None:
+    """Refuses a folder for a run that nothing can be written to, before any work."""
+    name = os.fspath(workdir)
+    if "://" in name:
+        raise errors.UsageError(
+            f"--workdir={name} is an address, not a folder; give a folder of this machine, under "
+            "which the bucket may be mounted"
+        )
+    # The library that writes arrays reads a backslash as a slash, and names as UTF-8.
+    if "\\" in name or "\0" in name or name != name.encode(errors="replace").decode():
+        raise errors.UsageError(
+            f"--workdir={name!r} has a backslash or what is not UTF-8, under which checkpoints "
+            "cannot be saved; give another folder"
+        )
+    folder = pathlib.Path(workdir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise errors.UsageError(
+            f"--workdir={name} cannot be made: {there} is not a folder that can be written to; "
+            "give another one"
+        )
+
+
 def write_run_files(
     workdir: str | os.PathLike, config: config_dict.ConfigDict, vocabulary_json: str
 ) -> None:
     """Writes the files above; a resumed run with another vocabulary is refused."""
     workdir = pathlib.Path(workdir)
     path = workdir / "vocabulary.json"
-    if path.exists() and path.read_text() != vocabulary_json:
+    if path.exists() and path.read_bytes() != vocabulary_json.encode():
         raise errors.UsageError(
             f"the vocabulary of the corpus is not the one in {path}; use the corpus that the run "
             "was started with, restore the file if it is damaged, or use another workdir"
@@ -40,29 +80,53 @@ def write_run_files(
         return
     workdir.mkdir(parents=True, exist_ok=True)
     values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
-    replace_text(workdir / "config.json", json.dumps(values, indent=2) + "\n")
+    write_json(workdir, "config.json", values)
     replace_text(path, vocabulary_json)
-    starts = _read_json(workdir / "version.json") if (workdir / "version.json").exists() else []
-    replace_text(workdir / "version.json", json.dumps([*starts, versions()], indent=2) + "\n")
+    write_json(workdir, "version.json", [*_earlier_starts(workdir / "version.json"), versions()])
 
 
-def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
-    """The config of the run in a workdir, locked."""
+def _earlier_starts(path: pathlib.Path) -> list[Any]:
+    """What version.json holds; one that is damaged is set aside, as no run depends on it."""
+    if not path.exists():
+        return []
+    try:
+        return read_json(path, list)
+    except errors.UsageError as error:
+        os.replace(path, path.with_name("version.json.damaged"))
+        logging.warning("%s; it is version.json.damaged now, and begun anew", error)
+        return []
+
+
+def read_config(workdir: str | os.PathLike, *needed: str) -> config_dict.ConfigDict:
+    """The config of the run in a workdir, locked.
+
+    Args:
+      needed: keys of two words, without which it is refused.
+    """
     workdir = pathlib.Path(workdir)
-    if not (workdir / "config.json").exists():
+    path = workdir / "config.json"
+    if not path.exists():
         raise errors.UsageError(
             f"{workdir} is not the workdir of a run: it has no config.json; "
             "give the --workdir of a run that was started"
         )
-    values = _read_json(workdir / "config.json")
-    types = values.pop("_types", {})
-    config = config_dict.ConfigDict(values)
-    for section, key, name in list(_leaves(config)):
-        if name in types:
-            value = section[key]
-            del section[key]  # Its type may change only so.
-            absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
-            section[key] = absent if value is None else tuple(value)
+    values = read_json(path, dict)
+    try:
+        types = values.pop("_types", {})
+        config = config_dict.ConfigDict(values)
+        for section, key, name in list(_leaves(config)):
+            if name in types:
+                value = section[key]
+                del section[key]  # Its type may change only so.
+                absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
+                section[key] = absent if value is None else tuple(value)
+        for section, key in (name.split(".") for name in needed):
+            config[section][key]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise errors.UsageError(
+            f"{path} is not a config as runs write it ({str(error).splitlines()[0]}); restore it "
+            "from a copy or use another workdir"
+        ) from None
     return config.lock()
 
 
@@ -71,7 +135,23 @@ def read_vocabulary(workdir: str | os.PathLike) -> str:
     path = pathlib.Path(workdir) / "vocabulary.json"
     if not path.exists():
         raise errors.UsageError(f"{path} does not exist; give the --workdir of a started run")
+    read_json(path)
     return path.read_text()
+
+
+def seal(config: config_dict.ConfigDict, vocabulary_json: str, ignore: Collection[str]) -> Any:
+    """What checkpoints remember of the files above, by name: they are refused beside others.
+
+    Args:
+      ignore: keys, or sections, that may change.
+    """
+    values = {
+        f"config.json: {key}": value
+        for key, value in _flatten(config).items()
+        if _is_among(key, _SEALED) and not _is_among(key, ignore)
+    }
+    vocabulary = json.dumps(json.loads(vocabulary_json), sort_keys=True).encode()
+    return values | {"vocabulary.json: sha256": hashlib.sha256(vocabulary).hexdigest()}
 
 
 def check_config(
@@ -95,8 +175,7 @@ def check_config(
         f"{key}: {saved.get(key, 'absent')} (in the workdir) vs "
         f"{requested.get(key, 'absent')} (requested)"
         for key in sorted(saved | requested)
-        if saved.get(key, "absent") != requested.get(key, "absent")
-        and not any(key == prefix or key.startswith(f"{prefix}.") for prefix in ignore)
+        if saved.get(key, "absent") != requested.get(key, "absent") and not _is_among(key, ignore)
     ]
     if differences:
         listing = "".join(f"\n  {difference}" for difference in differences)
@@ -141,20 +220,112 @@ def write_json(workdir: str | os.PathLike, name: str, values: Any) -> None:
     replace_text(pathlib.Path(workdir) / name, json.dumps(values, indent=2) + "\n")
 
 
-def replace_text(path: pathlib.Path, text: str) -> None:
+def replace_text(path: str | os.PathLike, text: str) -> None:
     """Writes a file such that a reader, or a kill, finds the old text or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
-def _read_json(path: pathlib.Path) -> Any:
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the place of `path` when the block has ended well.
+
+    It has a name of its own, is created and never opened, and is on the disk before it is
+    renamed. A device, such as /dev/stdout, is written to.
+    """
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    with contextlib.suppress(OSError):  # Not every file system can sync a folder.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def check_output(path: str | os.PathLike | None, flag: str) -> None:
+    """Refuses a place for results that cannot be written to, before they are computed."""
+    if not path:
+        return
+    address = "://" in os.fspath(path)
+    path = pathlib.Path(path)
+    try:
+        if address or path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is not a file")
+        if path.exists():
+            path.open("ab").close()
+        if not path.exists() or path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise errors.UsageError(
-            f"{path} is not valid JSON ({error}); restore it from a copy or use another workdir"
+            f"{flag}={path} cannot be written ({reason}); give a file in a folder of yours"
         ) from None
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike) -> Iterator[None]:
+    """Waits for its turn: what is read, changed and written again in a folder."""
+    path = pathlib.Path(folder) / ".lock"
+    with open_lock(path) as file:
+        end = time.monotonic() + _PATIENCE
+        while not lock(file):
+            if time.monotonic() > end:
+                raise errors.UsageError(
+                    f"{path} is held by another process for more than {_PATIENCE:g} s; see "
+                    "whether one hangs there, then try again"
+                )
+            time.sleep(0.02)
+        yield
+
+
+def open_lock(path: pathlib.Path) -> IO[str]:
+    """A file to lock; it may be there, but not as a link to another one."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
+
+
+def lock(file: IO[str]) -> bool:
+    """Locks it until it is closed; False if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Some network file systems have no locks: then nobody is kept out.
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def read_json(path: str | os.PathLike, kind: type = object, remedy: str = "") -> Any:
+    """Reads a small file; what is wrong with it becomes a sentence that names it."""
+    remedy = remedy or "restore it from a copy or use another workdir"
+    try:
+        found = json.loads(pathlib.Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise errors.UsageError(f"{path} is not valid JSON ({error}); {remedy}") from None
+    if not isinstance(found, kind):
+        raise errors.UsageError(
+            f"{path} holds a {type(found).__name__} where a {kind.__name__} belongs; {remedy}"
+        )
+    return found
+
+
+def _is_among(key: str, names: Collection[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _leaves(

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import importlib.util
 import pathlib
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -145,6 +144,8 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
             raise errors.UsageError(f"--storage={storage}: there is no folder {folder}; create it")
         backend = journal.JournalFileBackend(storage)
         return optuna.storages.JournalStorage(backend)
+    if hide_password(storage).startswith("("):
+        raise sqlalchemy.exc.ArgumentError("it is not an URL")
     wait = {"timeout": 60} if storage.startswith("sqlite") else {}
     options = {"connect_args": wait, "pool_pre_ping": True}
     return optuna.storages.RDBStorage(storage, engine_kwargs=options)
@@ -161,6 +162,9 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
             break
         except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
             problem = str(error.orig or error).strip().splitlines()[0]
+        except sqlalchemy.exc.ArgumentError:  # Its text holds what was given.
+            problem = "it is not an URL"
+            break
         except sqlalchemy.exc.SQLAlchemyError as error:
             problem = str(error).splitlines()[0]
             break
@@ -176,8 +180,20 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
 
 
 def hide_password(storage: str) -> str:
-    """A storage as it may be shown."""
-    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", storage)
+    """A storage as it may be shown: a file, or an URL without what may be secret."""
+    if ":" not in storage:
+        return storage
+    try:
+        url = sqlalchemy.engine.make_url(storage)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return "(an URL that cannot be read)"
+    if url.drivername.startswith("sqlite"):
+        return storage.partition("?")[0]
+    if "@" in (url.host or ""):
+        return "(an URL whose password has an @; write it as %40)"
+    # What is after the question mark may hold a password too, under many names.
+    shown = url.set(query={}).render_as_string(hide_password=True)
+    return shown + "?..." * bool(url.query)
 
 
 @contextlib.contextmanager

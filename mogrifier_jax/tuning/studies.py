@@ -104,7 +104,7 @@ def load(name: str) -> Study:
         path = pathlib.Path(name)
         try:
             content = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise errors.UsageError(
                 f"study {name} is not valid JSON ({error}); see the example in docs/tuning.md"
             ) from None

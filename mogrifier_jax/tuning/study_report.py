@@ -161,8 +161,10 @@ def experiment_source(
 ) -> str:
     """A Python file whose get_config is the config of a trial."""
     tried = studies.configure(studied, config, best.params)
+    # The name is a user's: nothing in it may end the docstring.
+    title = name.encode("unicode_escape").decode().replace('"', "'")
     lines = [
-        f'"""The best trial of the study {name}: {show(best.nats, unit)} on validation.',
+        f'"""The best trial of the study {title}: {show(best.nats, unit)} on validation.',
         "",
         f"Trial {best.number}; seed {config.seed}.",
         '"""',
@@ -190,7 +192,7 @@ def _literal(section: config_dict.ConfigDict, key: str) -> str:
     value = section[key]
     if value is None:
         return f"config_dict.placeholder({section.get_type(key).__name__})"
-    return f'"{value}"' if isinstance(value, str) and '"' not in value else repr(value)
+    return repr(value)
 
 
 def describe(

@@ -9,7 +9,6 @@ objective is the best validation cross-entropy, in nats per token.
 """
 
 import collections
-import json
 import os
 import pathlib
 import time
@@ -126,7 +125,7 @@ def check_workdir(workdir: str, name: str) -> None:
     """Refuses the workdir of another study."""
     path = pathlib.Path(workdir) / "study.json"
     if path.exists():
-        there = json.loads(path.read_text())["name"]
+        there = workdirs.read_json(path, dict, "delete it, or use another --workdir").get("name")
         if there != name:
             raise errors.UsageError(
                 f"{workdir} belongs to the study {there!r}, this one is {name!r}; use another "

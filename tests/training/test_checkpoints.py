@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import checkpoints, checksums, signals, workdirs
+from mogrifier_jax.training import checkpoints, leaves, signals, workdirs
 
 
 class Carry(NamedTuple):
@@ -129,14 +129,8 @@ def test_restored_is_what_was_saved(saved):
     assert draw == jax.random.normal(jax.random.key(2)) != jax.random.normal(jax.random.key(1))
 
 
-def test_info_is_read_without_the_arrays(saved):
-    assert checkpoints.read_info(saved).step == 2
-    assert checkpoints.read_info(saved, "best").info["turn"] == 1
-
-
 def test_a_new_workdir_has_nothing_to_restore(tmp_path):
     assert restore(tmp_path) is None
-    assert checkpoints.read_info(tmp_path) is None
 
 
 @pytest.mark.slow
@@ -291,7 +285,7 @@ def test_flipped_bits_are_found_where_orbax_sees_none(tmp_path, monkeypatch, cap
     assert restore(tmp_path, like=state).step == 1
     assert "the checksum of weights is wrong" in caplog.text
     # Control: without our checksums nobody notices.
-    monkeypatch.setattr(checksums, "compute", lambda arrays: {})
+    monkeypatch.setattr(leaves, "compute_checksums", lambda arrays: {})
     unnoticed = restore(tmp_path, like=state)
     assert unnoticed.step == 2
     assert not same(unnoticed.state, state)
@@ -404,7 +398,7 @@ ARRAYS = {
 
 
 def checksum(array) -> str:
-    return checksums.compute({"x": jnp.asarray(array)})["x"]
+    return leaves.compute_checksums({"x": jnp.asarray(array)})["x"]
 
 
 @pytest.mark.slow
@@ -412,7 +406,9 @@ def checksum(array) -> str:
 def test_checksum_is_the_same_on_every_mesh_and_sees_any_change(dtype):
     array = np.asarray(ARRAYS[dtype])
     sums = {
-        checksums.compute({"x": jax.device_put(array, NamedSharding(make_mesh(n), spec))})["x"]
+        leaves.compute_checksums({"x": jax.device_put(array, NamedSharding(make_mesh(n), spec))})[
+            "x"
+        ]
         for n in (2, 8)
         for spec in (PartitionSpec("data"), PartitionSpec())
     } | {checksum(array)}

@@ -24,6 +24,7 @@ from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.training import checkpoints, evaluate, metrics, runs, train, workdirs
+from tests import workdir as written
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
@@ -217,7 +218,7 @@ def test_a_stop_around_an_evaluation_is_in_order(tmp_path, unbroken, monkeypatch
         patch.setattr(metrics.MetricWriter, "write", write_and_signal)
         with pytest.raises(errors.Interrupted, match="stopped at step 4, saved in"):
             train.train_and_evaluate(make_config(), str(tmp_path))
-    assert checkpoints.read_info(tmp_path).step == 4
+    assert written.latest_step(tmp_path) == 4
     train.train_and_evaluate(make_config(), str(tmp_path))
     assert_same_metrics(tmp_path, unbroken)
 
@@ -309,7 +310,7 @@ def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(train.Loop, "train_some", break_weights)
     with pytest.raises(errors.Diverged, match=r"a weight is not finite.* that of step 0"):
         train.train_and_evaluate(make_config(), str(tmp_path))
-    assert checkpoints.read_info(tmp_path).step == 0
+    assert written.latest_step(tmp_path) == 0
 
 
 @pytest.mark.slow
@@ -318,7 +319,7 @@ def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", lambda self, params: scores)
     with pytest.raises(errors.Diverged, match="validation cross-entropy of turn 0 is not finite"):
         train.train_and_evaluate(make_config(), str(tmp_path))
-    assert checkpoints.read_info(tmp_path) is None
+    assert written.latest_step(tmp_path) is None
 
 
 @pytest.mark.slow

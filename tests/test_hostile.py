@@ -1,0 +1,357 @@
+"""What a hostile week finds: odd paths, damaged files, full disks, others at the same files."""
+
+import concurrent.futures
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mogrifier_jax import errors
+from mogrifier_jax.evaluation import pretrained, report, scoring
+from mogrifier_jax.training import bookkeeping, checkpoints, metrics, signals, workdirs
+from tests import workdir as written
+
+STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
+ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return written.write(tmp_path_factory.mktemp("made") / "run", "some text\nof letters\n")
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return pathlib.Path(shutil.copytree(made, tmp_path / "run"))
+
+
+# Paths.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run[1]",
+        "a b",
+        "\u00fcn\u00ef \u6587",
+        "x" * 200,
+        "*?",
+        "p%41#|",
+        "--x",
+        "a,b",
+        "run/",
+        "link",
+        "rel",
+    ],
+)
+def test_any_path_is_taken(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = name if name == "rel" else f"{tmp_path}/{name}"
+    if name == "link":
+        (tmp_path / "target").mkdir()
+        (tmp_path / "link").symlink_to("target")
+    workdirs.check_place(path)
+    with checkpoints.Checkpoints(path) as saved:
+        saved.save(1, STATE, info={}, best=True)
+        assert saved.restore(ABSTRACT).step == 1
+    assert metrics.MetricWriter(path).close() is None
+    assert (tmp_path / name / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", "a\\b", "file/run", "x\0", "\udcff"])
+def test_a_path_that_cannot_be_is_refused_and_nothing_is_made(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.UsageError):
+        workdirs.check_place(path)
+    assert os.listdir() == ["file"]
+
+
+# Seals.
+
+
+def change_config(folder, section, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config[section] |= changes
+    path.write_text(json.dumps(config))
+
+
+def swap_letters(folder):
+    path = folder / "vocabulary.json"
+    content = json.loads(path.read_text())
+    content["tokens"][-1], content["tokens"][-2] = content["tokens"][-2:]
+    path.write_text(json.dumps(content))
+
+
+CHANGES = {
+    "rounds": lambda folder: change_config(folder, "model", rounds=4),
+    "cap_input_gate": lambda folder: change_config(folder, "model", cap_input_gate=False),
+    "output": lambda folder: change_config(folder, "model", output="last"),
+    "kind": lambda folder: change_config(folder, "averaging", kind="none"),
+    "vocabulary.json": swap_letters,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_files_that_the_weights_were_not_trained_with_are_refused(folder, name):
+    pretrained.load_weights(folder)  # Control.
+    CHANGES[name](folder)
+    with pytest.raises(errors.UsageError, match=rf"not those that its weights.*{name}"):
+        pretrained.load_weights(folder)
+
+
+def test_what_may_change_may_change(folder):
+    change_config(folder, "data", source_dir="elsewhere")
+    assert pretrained.load_weights(folder).info["step"] == 3
+
+
+def test_a_part_is_never_restored_in_pieces(tmp_path):
+    with checkpoints.Checkpoints(tmp_path) as saved:  # Without a seal, as before there were any.
+        saved.save(
+            1,
+            {"params": {"a": jnp.ones(2), "b": jnp.ones(2)}, "m": jnp.ones(2)},
+            info={},
+            best=True,
+        )
+        one = {"params": {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}}
+        with pytest.raises(errors.UsageError, match=r"params.b: .* vs absent"):
+            saved.restore(one, partial=True)
+        both = {"params": {name: jax.ShapeDtypeStruct((2,), jnp.float32) for name in "ab"}}
+        assert saved.restore(both, partial=True).step == 1
+
+
+# Steps.
+
+
+def save_steps(folder, *steps):
+    with checkpoints.Checkpoints(folder) as saved:
+        for step in steps:
+            saved.save(step, STATE, info={}, best=True)
+
+
+@pytest.mark.parametrize("which", ["best", "latest"])
+@pytest.mark.parametrize("damage", ["empty", "missing", "copy"])
+def test_whatever_is_passed_over_is_named(tmp_path, caplog, which, damage):
+    save_steps(tmp_path, 1, 2)
+    info = tmp_path / "checkpoints" / "2" / "info" / "info.json"
+    if damage == "empty":
+        info.write_text("")
+    elif damage == "missing":
+        info.unlink()
+    else:
+        shutil.rmtree(tmp_path / "checkpoints" / "2")
+        shutil.copytree(tmp_path / "checkpoints" / "1", tmp_path / "checkpoints" / "2")
+    with checkpoints.Checkpoints(tmp_path, read_only=True) as saved:
+        assert saved.restore(ABSTRACT, which=which).step == 1
+    assert caplog.text.count("checkpoint of step 2 is damaged") == 1
+    (tmp_path / "checkpoints" / "007").mkdir()  # Foreign names are not steps.
+    assert saved.steps == [1, 2]
+
+
+def test_results_of_another_step_are_noticed(folder, caplog):
+    workdirs.write_json(folder, "results.json", {"step": 3})
+    pretrained.load_weights(folder)
+    assert "results.json" not in caplog.text
+    workdirs.write_json(folder, "results.json", {"step": 9})
+    pretrained.load_weights(folder)
+    assert "step 9, and that of step 3 is used" in caplog.text
+
+
+def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(tmp_path):
+    run = types.SimpleNamespace(abstract_state=lambda: ABSTRACT)
+    path = tmp_path / "metrics.jsonl"
+
+    def restore():
+        with checkpoints.Checkpoints(tmp_path) as saved:
+            book = bookkeeping.Book(run, str(tmp_path), saved)
+            with contextlib.closing(book):
+                return book.restore()
+
+    assert restore() is None
+    path.write_text('{"step": 0, "kind": "eval"}\n')  # Control: a kill before the first save.
+    assert restore() is None
+    path.write_text(known := '{"step": 20, "kind": "train"}\n')
+    with pytest.raises(errors.UsageError, match="metrics up to step 20 but no checkpoint"):
+        restore()
+    assert path.read_text() == known
+
+
+# Disks.
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_full_disk_is_one_sentence_and_keeps_what_was_saved(tmp_path, monkeypatch, moment):
+    save_steps(tmp_path, 1)
+    with checkpoints.Checkpoints(tmp_path) as saved:
+        with monkeypatch.context() as patch:
+            if moment == "before":
+                patch.setattr(checkpoints.Checkpoints, "_free", lambda self: 1000)
+            else:
+
+                def fail(*_, **__):
+                    raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+                patch.setattr(saved._checkpointer, "save", fail)
+            with pytest.raises(errors.UsageError, match=r"needs 1 MiB.*goes on from step 1"):
+                saved.save(2, STATE, info={}, best=False)
+        assert saved.restore(ABSTRACT).step == 1
+
+
+# Small files.
+
+
+def test_a_file_is_replaced_whole_and_by_no_trick(tmp_path):
+    precious, path = tmp_path / "precious", tmp_path / "evaluation.json"
+    precious.write_text("old")
+    (tmp_path / "evaluation.json.tmp").symlink_to(precious)
+    path.symlink_to(precious)
+    workdirs.replace_text(path, "new")
+    assert (path.read_text(), precious.read_text()) == ("new", "old")
+    assert path.stat().st_mode & 0o777 == (tmp_path / "precious").stat().st_mode & 0o777
+    with pytest.raises(OSError, match="full"), workdirs.replacing(path) as file:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "full")
+    assert path.read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["evaluation.json", "evaluation.json.tmp", "precious"]
+
+
+def test_a_device_is_written_to_and_stays_one():
+    workdirs.replace_text("/dev/null", "gone")
+    assert pathlib.Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("place", ["folder", "file/x", "/proc/nothing/x", "gs://b/x", "y" * 300])
+def test_outputs_are_checked_before_the_work(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.UsageError, match="cannot be written"):
+        workdirs.check_output(place, "--json")
+    workdirs.check_output("new/fine.json", "--json")  # Control.
+
+
+def test_parallel_evaluations_keep_each_others_results(tmp_path):
+    def evaluate(number):
+        evaluation = {"which": "best", "step": 1, "unit": "bpc", "results": []}
+        row = {"method": f"m{number}", "text": "valid"}
+        scoring.keep_row(str(tmp_path), evaluation, row)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(evaluate, range(24)))
+    assert len(scoring.read_evaluation(str(tmp_path))["results"]) == 24
+
+
+GARBAGE = {
+    "empty": b"",
+    "list": b"[1, 2]",
+    "number": b"5",
+    "not UTF-8": b"\xff\xfe{}",
+    "deep": b"[" * 100_000,
+    "cut": b'{"a": ',
+    "other": b'{"model": 5, "_types": {"model": "x"}}',
+}
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocabulary.json", "results.json"])
+@pytest.mark.parametrize("content", GARBAGE)
+def test_a_damaged_file_is_named(folder, name, content):
+    (folder / name).write_bytes(GARBAGE[content])
+    if (name, content) == ("results.json", "other"):
+        return
+    with pytest.raises(errors.UsageError, match=rf"{name}|vocabulary"):
+        pretrained.load_weights(folder)
+
+
+@pytest.mark.parametrize("content", GARBAGE)
+def test_what_no_run_depends_on_is_begun_anew(folder, content, caplog):
+    (folder / "version.json").write_bytes(GARBAGE[content])
+    config, vocab = workdirs.read_config(folder), workdirs.read_vocabulary(folder)
+    workdirs.write_run_files(folder, config, vocab)
+    starts = json.loads((folder / "version.json").read_text())
+    assert starts[-1]["mogrifier_jax"]
+    kept = content == "list" or (folder / "version.json.damaged").read_bytes() == GARBAGE[content]
+    assert kept and (content == "list" or "version.json" in caplog.text)
+
+
+@pytest.mark.parametrize("line", [b"\xff\n", b"5\n", b"{}\n", b'{"step": "x", "kind": "eval"}\n'])
+def test_damaged_metrics_are_named_and_kept(tmp_path, caplog, line):
+    good = b'{"step": 1, "kind": "train"}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good + line)
+    metrics.MetricWriter(tmp_path, 1).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == good + line
+    assert "not a record" in caplog.text
+
+
+# The rest.
+
+
+def test_the_budget_of_a_report_is_the_models_own():
+    config = written.experiment.get_config("tiny")
+    with config.unlocked():
+        config.model.num_params, config.model.hidden_size = 24_000_000, 16
+    assert report.describe_run(config, 9_096)["params"] == "9k"
+    with config.unlocked():
+        config.model.hidden_size = None
+    assert report.describe_run(config, 23_400_000)["params"] == "24M"
+
+
+def test_a_stop_before_the_first_step_is_seen():
+    with signals.StopRequests() as outer:
+        outer.check()  # Control.
+        signals.signal.raise_signal(signals.signal.SIGTERM)
+        with signals.StopRequests() as inner:
+            assert inner.requested()
+        with pytest.raises(errors.Interrupted, match="before the first step"):
+            outer.check()
+    with signals.StopRequests() as later:
+        assert not later.requested()
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "postgresql://user:SECRET@host/db",
+        "postgresql://host/db?user=u&password=SECRET",
+        "postgresql:/user:SECRET@host/db",
+        "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3DSECRET",
+        "postgresql://user:a@SECRET@host/db",
+        "://user:SECRET",
+    ],
+)
+def test_no_password_is_shown(storage):
+    storages = pytest.importorskip("mogrifier_jax.tuning.storages")
+    assert "SECRET" not in storages.hide_password(storage)
+    assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
+    assert storages.hide_password("study.journal") == "study.journal"
+
+
+@pytest.mark.slow
+def test_two_evaluations_and_a_training_at_once_leave_all_results(tmp_path):
+    root = pathlib.Path(__file__).parents[1]
+    environment = os.environ | {"MOGRIFIER_CACHE_DIR": str(tmp_path / "cache")}
+
+    def start(*flags):
+        command = [sys.executable, "-m", "mogrifier_jax.main", f"--workdir={tmp_path / 'run'}"]
+        return subprocess.Popen([*command, *flags], cwd=root, env=environment)
+
+    train = ("--config=experiments/pydoc.py:tiny",)
+    evaluate = ("--mode=evaluate", "--eval.temperature=1", "--eval.stripes=0")
+    assert start(*train).wait() == 0
+    (tmp_path / "run" / "results.json").rename(tmp_path / "results.json")
+    together = [start(*train), *(start(*evaluate, f"--eval.splits={s}") for s in ("valid", "test"))]
+    assert [process.wait() for process in together] == [0, 0, 0]
+    rows = scoring.read_evaluation(str(tmp_path / "run"))["results"]
+    assert sorted(row["text"] for row in rows) == ["test", "valid"]
+    results = (tmp_path / "run" / "results.json").read_bytes()
+    assert results == (tmp_path / "results.json").read_bytes()
