@@ -83,26 +83,32 @@ def read_targets(plan: tasks.Plan) -> Targets:
 class Found(NamedTuple):
     """What a dispatch finds in its windows; zeros behind those that were wanted."""
 
-    nats: Any  # [W, K, B, T]
+    nats: Any  # [W, K, B, T] if they are kept, or else ().
     sums: Any  # [W, K], in float32.
     counts: Any  # [W] tokens.
 
 
 class Deterministic:
-    """Scores weights without dropout; compiles once for any weights and for each K."""
+    """Scores weights without dropout; compiles once for any weights and for each K.
+
+    Sums have a program of their own: beside the nats of all tokens XLA may add them up in
+    another order, and what training records must not depend on who else looks.
+    """
 
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
         self.model, self.plan = model, plan
         self._chunk = min(chunk, plan.num_windows)
-        self._run = self._jit(
-            functools.partial(score_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk)
+        run = functools.partial(
+            score_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk
         )
+        self._sum = self._jit(functools.partial(run, keep=False))
+        self._score = self._jit(functools.partial(run, keep=True))
 
     def __call__(
         self, params: Any, logit_scale: float = 1.0, max_windows: int | None = None, title: str = ""
     ) -> TokenScores:
         """Scores of the tokens of the first `max_windows` windows, or of all."""
-        run = self._bind(params, (logit_scale,))
+        run = self._bind(self._score, params, (logit_scale,))
 
         def only_nats(carry, first, count):
             found, carry = run(carry, first, count)
@@ -121,7 +127,7 @@ class Deterministic:
         All but the softmax is computed once. The sum of a window is float32, that of all
         windows float64.
         """
-        run = self._bind(params, logit_scales)
+        run = self._bind(self._sum, params, logit_scales)
         total, tokens = np.float64(0), 0
         windows = limit(self.plan, max_windows)
         for found, _ in dispatches(run, self._zero_carry(), windows, self._chunk, title):
@@ -134,9 +140,9 @@ class Deterministic:
         """Read when tokens are asked for: sums need none."""
         return read_targets(self.plan)
 
-    def _bind(self, params, logit_scales):
+    def _bind(self, run, params, logit_scales):
         scales = np.asarray(logit_scales, np.float32)
-        return lambda *where: self._run(params, self.plan.stream, *where, scales)
+        return lambda *where: run(params, self.plan.stream, *where, scales)
 
     def _jit(self, run):
         zeros = functools.partial(zero_carry, self.model, self.plan)
@@ -149,7 +155,9 @@ class Deterministic:
         return jax.jit(run, donate_argnames="carry", out_shardings=(everywhere, in_place))
 
 
-def score_windows(params, stream, carry, first, count, logit_scales, *, model, batch_at, chunk):
+def score_windows(
+    params, stream, carry, first, count, logit_scales, *, model, batch_at, chunk, keep
+):
     """What is `Found` in `count` windows from `first` on, and the carry after them."""
 
     def score(carry, batch, index):
@@ -162,7 +170,7 @@ def score_windows(params, stream, carry, first, count, logit_scales, *, model, b
 
         # What does not depend on the scale is not repeated.
         nats, after = jax.vmap(at, out_axes=(0, None))(logit_scales)
-        return after, Found(nats, nats.sum((-2, -1)), steps.num_targets(batch))
+        return after, Found(nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch))
 
     return over_windows(score, carry, lambda index: batch_at(stream, index), first, count, chunk)
 

@@ -215,9 +215,10 @@ class StackedPass(evaluate.Deterministic):
         self._count, self._mesh = count, mesh
         super().__init__(*args, **options)
 
-    def _bind(self, params, logit_scales):
+    def _bind(self, run, params, logit_scales):
         scales = np.asarray(logit_scales)
-        return super()._bind(params, np.broadcast_to(scales, (self._count, scales.shape[-1])))
+        scales = np.broadcast_to(scales, (self._count, scales.shape[-1]))
+        return super()._bind(run, params, scales)
 
     def _jit(self, run):
         in_place = places(self._mesh, (0, 0))

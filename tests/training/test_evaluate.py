@@ -97,7 +97,7 @@ def test_one_program_serves_all_dispatches_and_temperatures(small, one_stream):
     tokens = one_stream(small.params, 0.9)
     np.testing.assert_array_equal(tokens.tokens, small.tokens)
     np.testing.assert_allclose(tokens.nats.sum(dtype=np.float64), warm[0], rtol=1e-6)
-    assert one_stream._run._cache_size() == 1
+    assert one_stream._sum._cache_size() == one_stream._score._cache_size() == 1
 
 
 def test_the_search_goes_down_the_grid_and_stops_after_two_failures():
