@@ -39,8 +39,7 @@ def write_run_files(
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
-    replace_text(workdir / "config.json", json.dumps(values, indent=2) + "\n")
+    replace_text(workdir / "config.json", config_to_json(config))
     replace_text(path, vocabulary_json)
     starts = _read_json(workdir / "version.json") if (workdir / "version.json").exists() else []
     replace_text(workdir / "version.json", json.dumps([*starts, versions()], indent=2) + "\n")
@@ -54,7 +53,17 @@ def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
             f"{workdir} is not the workdir of a run: it has no config.json; "
             "give the --workdir of a run that was started"
         )
-    values = _read_json(workdir / "config.json")
+    return config_from_json(_read_json(workdir / "config.json"))
+
+
+def config_to_json(config: config_dict.ConfigDict) -> str:
+    """The text of config.json."""
+    values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
+    return json.dumps(values, indent=2) + "\n"
+
+
+def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
+    """The config, locked, from what config.json holds."""
     types = values.pop("_types", {})
     config = config_dict.ConfigDict(values)
     for section, key, name in list(_leaves(config)):
