@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks import timing
 from mogrifier_jax.data import tasks, vocabulary
-from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, passes
+from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 SETTING = dyneval.Settings(learning_rate=1e-5, decay_rate=1e-3, epsilon=1e-5)
 SETTINGS = 8  # Side by side, as in tuning.
@@ -114,7 +115,7 @@ def sampling_contenders(size: Size, samples: int):
             single._keys = keys[s].reshape(1, 1)
             parts.append(-single(params).nats.astype(np.float64))
         nats = np.log(samples) - np.logaddexp.reduce(parts, axis=0)
-        return passes.TokenScores(np.zeros(len(nats)), nats).mean()
+        return evaluate.TokenScores(np.zeros(len(nats)), nats).mean()
 
     return {
         f"{samples} passes": sequential,

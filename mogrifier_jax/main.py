@@ -23,7 +23,7 @@ from mogrifier_jax import errors
 from mogrifier_jax.evaluation import options
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect", "tune")
+MODES = ("train", "evaluate", "sample", "export", "preflight", "sweep", "inspect", "tune")
 # What a missing module belongs to: the package alone is enough for the cells.
 EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
@@ -51,6 +51,7 @@ _TOP_K = flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest t
 _TOP_P = flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
 _NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw at once.")
 _SEED = flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
+_OUTPUT = flags.DEFINE_string("output", None, "For export: the file, as name.safetensors.")
 _SET = flags.DEFINE_string("set", None, "For sweep: which sets of the experiment, as a,b.")
 _SEEDS = flags.DEFINE_string("seeds", "1", "For sweep: of the runs, as 1,2,3.")
 _PARALLEL = flags.DEFINE_integer("parallel", 1, "For sweep, tune: runs at a time.")
@@ -93,6 +94,7 @@ def main(argv: Sequence[str]) -> None:
             train=train,
             evaluate=evaluate,
             sample=sample,
+            export=export,
             preflight=preflight,
             sweep=sweep,
             inspect=inspect,
@@ -168,6 +170,13 @@ def sample() -> None:
         num_samples=_NUM_SAMPLES.value,
         seed=_SEED.value,
     )
+
+
+def export() -> None:
+    """Writes the best weights of the run in --workdir to one file."""
+    from mogrifier_jax.evaluation import pretrained
+
+    pretrained.export(_WORKDIR.value or "", _OUTPUT.value)
 
 
 def preflight() -> None:

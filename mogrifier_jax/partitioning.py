@@ -201,6 +201,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def replicate(tree: Any, mesh: Mesh | None) -> Any:
+    """A copy on every device of the mesh, if there is one."""
+    return tree if mesh is None else jax.device_put(tree, replicated(mesh))
+
+
 def _spec(path, shape, mesh) -> PartitionSpec:
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
     if "carry" in names:

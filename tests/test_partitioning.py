@@ -152,9 +152,11 @@ def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
         shardings = runs.shardings_of(run.abstract_state())
         params = jax.jit(run.init_state, out_shardings=shardings)().params
         # Six stripes, which the mesh fills up to eight.
-        evaluation = evaluate.Evaluation(run.model, run.task.plan("valid", 6), chunk=4)
-        scores.append([evaluation(params, temperature) for temperature in (1.0, 1.01)])
-    (here, warmer), (there, _) = scores
+        evaluation = evaluate.Deterministic(run.model, run.task.plan("valid", 6), chunk=4)
+        scores.append(evaluation.sums(params, (1.0, 1.01)))
+        scores.append(evaluation(params))
+    here, tokens, there, same_tokens = scores
     assert here.count == there.count == len(read_odd_text("odd").valid.tokens)
     np.testing.assert_allclose(here.total, there.total, rtol=1e-6)
-    assert abs(here.total / warmer.total - 1) > 1e-5
+    np.testing.assert_allclose(tokens.nats, same_tokens.nats, rtol=1e-5, atol=1e-6)
+    assert abs(here.total[0] / here.total[1] - 1) > 1e-5

@@ -64,7 +64,7 @@ def test_every_folder_is_a_room():
     [
         ("nn", "from mogrifier_jax.training import run"),
         ("nn", "from mogrifier_jax import configs"),
-        ("training", "import mogrifier_jax.evaluation.passes"),
+        ("training", "import mogrifier_jax.evaluation.methods"),
         ("analysis", "def f():\n    from mogrifier_jax.tuning import studies"),
         ("evaluation", "from mogrifier_jax import main"),
     ],

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import tasks, vocabulary
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 BINS = 60
 SATURATION = 0.1  # Of its range: a gate that is closer to an end of it is saturated.
@@ -239,11 +239,13 @@ class GateAnalysis:
         model, plan = self.model, self.plan
         report = Report(model.num_layers, model.vocab_size, top)
         carry = model.zero_carry(plan.batch_size) if plan.carries else None
-        windows = min(plan.num_windows, max_windows or plan.num_windows)
-        shown = None if title else True
-        for index in tqdm.trange(windows, desc=title, disable=shown, leave=False):
-            found, carry_on = self._step(params, plan.stream, carry, index)
-            carry = carry_on if plan.carries else None
+        windows = evaluate.limit(plan, max_windows)
+
+        def run(carry, index, _):
+            found, after = self._step(params, plan.stream, carry, index)
+            return found, after if plan.carries else None
+
+        for found, _ in evaluate.dispatches(run, carry, windows, 1, title):
             report.add(*jax.device_get(found))
         return report
 

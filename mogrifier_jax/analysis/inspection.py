@@ -16,7 +16,7 @@ from absl import logging
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import comparisons, gating, token_losses
 from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.evaluation import passes, pretrained, report, texts
+from mogrifier_jax.evaluation import pretrained, report, texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 from mogrifier_jax.training import workdirs as files
@@ -57,10 +57,10 @@ def read_scores(
     *,
     max_windows: int | None = None,
     source_dir: str | None = None,
-) -> passes.TokenScores:
+) -> evaluate.TokenScores:
     """The nats of every token of a split under the best weights of a run, for `losses.py`."""
     loaded, plan = open_split(workdir, split, source_dir)
-    run = passes.Deterministic(loaded.model, plan)
+    run = evaluate.Deterministic(loaded.model, plan)
     return run(loaded.params, loaded.temperature or 1.0, max_windows, split)
 
 

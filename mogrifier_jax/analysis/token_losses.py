@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mogrifier_jax import errors
-from mogrifier_jax.evaluation import passes
+from mogrifier_jax.training import evaluate
 
 FREQUENCIES = (0, 1, 10, 100, 1_000, 10_000)
 POSITIONS = (0, 1, 2, 5, 10, 20, 40)
@@ -24,14 +24,14 @@ def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def by_frequency(
-    scores: passes.TokenScores, counts: np.ndarray, edges: Sequence[int] = FREQUENCIES
+    scores: evaluate.TokenScores, counts: np.ndarray, edges: Sequence[int] = FREQUENCIES
 ) -> list[dict[str, Any]]:
     """Mean loss of tokens by how often they occur in the training text, `counts` [V]."""
     return group(counts[scores.tokens], scores.nats, edges)
 
 
 def by_position(
-    scores: passes.TokenScores, eos_id: int, edges: Sequence[int] = POSITIONS
+    scores: evaluate.TokenScores, eos_id: int, edges: Sequence[int] = POSITIONS
 ) -> list[dict[str, Any]]:
     """Mean loss by the number of tokens before it in its line."""
     return group(positions(scores.tokens, eos_id), scores.nats, edges)

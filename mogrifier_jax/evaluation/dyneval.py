@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import gradstats, montecarlo, passes
+from mogrifier_jax.evaluation import gradstats, montecarlo
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 BLOCK_BYTES = 1 << 31  # Memory of adaptations side by side, about, on each device.
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
@@ -42,7 +43,7 @@ class Settings(NamedTuple):
 class Outcome(NamedTuple):
     """What one adaptation, or the average of several, made of the text."""
 
-    scores: passes.TokenScores  # Up to where it diverged, if it did.
+    scores: evaluate.TokenScores  # Up to where it diverged, if it did.
     diverged_at: int | None  # The first window whose score is not finite.
 
     @property
@@ -81,9 +82,9 @@ class DynamicEvaluation:
             raise errors.UsageError(f"{parallel} adaptations side by side: give 1 or more")
         self.model, self.dropout = model, dropout
         self._mesh = mesh
-        self.plan = plan._replace(stream=passes.replicate(plan.stream, mesh))
-        self.targets = passes.read_targets(self.plan)
-        self._statistics = passes.replicate(statistics._replace(losses=None), mesh)
+        self.plan = plan._replace(stream=partitioning.replicate(plan.stream, mesh))
+        self.targets = evaluate.read_targets(self.plan)
+        self._statistics = partitioning.replicate(statistics._replace(losses=None), mesh)
         self._devices = mesh.shape["data"] if mesh else 1
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(statistics.rms))
         self.parallel = parallel or max(1, BLOCK_BYTES // (COPIES * size)) * self._devices
@@ -159,7 +160,7 @@ class DynamicEvaluation:
         title: str = "",
     ) -> tuple[np.ndarray, Any]:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
-        params, count = passes.replicate(params, self._mesh), len(keys)
+        params, count = partitioning.replicate(params, self._mesh), len(keys)
         size = -(-count // self._devices) * self._devices
         # What only fills up the mesh repeats the first ones.
         order = np.arange(size) % count
@@ -172,8 +173,8 @@ class DynamicEvaluation:
                 *(settings, temperature, rates, keys),
             )
 
-        windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
-        nats, state = passes.drive(run, state, self.targets, windows, self._chunk, title)
+        windows = evaluate.limit(self.plan, max_windows)
+        nats, state = evaluate.drive(run, state, self.targets, windows, self._chunk, title)
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 
     def outcome(self, nats: np.ndarray) -> Outcome:
@@ -233,9 +234,9 @@ def adapt_windows(
         adapted, carry, nats = side_by_side(one, *state, settings, keys)
         return (adapted, carry), nats
 
-    return passes.over_windows(
-        *(score, (adapted, carry), lambda index: batch_at(stream, index), first, count, chunk),
-        several=keys.shape,
+    state = (adapted, carry)
+    return evaluate.over_windows(
+        score, state, lambda index: batch_at(stream, index), first, count, chunk
     )
 
 

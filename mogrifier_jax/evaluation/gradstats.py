@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
-from mogrifier_jax.training import leaves, workdirs
+from mogrifier_jax.training import evaluate, leaves, workdirs
 
 BATCH_SIZE, MAX_WINDOWS = 1024, 500  # As in the paper.
 
@@ -45,28 +44,27 @@ def gradient_statistics(
     windows = min(plan.num_windows, max_windows)
     if windows < 1:
         raise errors.UsageError(f"statistics over {windows} windows are undefined; take 1 or more")
-    run = jax.jit(
+    step = jax.jit(
         functools.partial(
             square_gradients, model=model, batch_at=plan.batch_at, chunk=min(chunk, windows)
         ),
-        donate_argnames=("squares", "carry"),
+        donate_argnames="state",
     )
-    squares = jax.tree.map(jnp.zeros_like, params)
-    carry = jax.tree.map(jnp.copy, model.zero_carry(plan.batch_size) if plan.carries else ())
+
+    def run(state, first, count):
+        return step(params, state, plan.stream, first, count)
+
+    state = jax.tree.map(jnp.zeros_like, params), evaluate.zero_carry(model, plan)
     losses = []
-    bar = tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False)
-    for first in range(0, windows, chunk):
-        count = min(chunk, windows - first)
-        found, squares, carry = run(params, squares, plan.stream, carry, first, count)
-        losses.append(np.asarray(found)[:count])
-        bar.update(count)
-    bar.close()
-    rms, mean = _to_rms(squares, windows)
-    return Statistics(rms, mean, np.concatenate(losses))
+    for found, after in evaluate.dispatches(run, state, windows, min(chunk, windows), title):
+        losses.append(np.asarray(found))
+        state = after
+    rms, mean = _to_rms(state[0], windows)
+    return Statistics(rms, mean, np.concatenate(losses)[:windows])
 
 
-def square_gradients(params, squares, stream, carry, first, count, *, model, batch_at, chunk):
-    """Adds the squared gradient of each window to `squares`; returns the losses [W] as well."""
+def square_gradients(params, state, stream, first, count, *, model, batch_at, chunk):
+    """Losses [W] of `count` windows, and the state: summed squared gradients and the carry."""
     lengths = batch_at(stream, 0).lengths
     stripes = None if lengths is None else jnp.sum(lengths > 0)  # Others only fill up the mesh.
 
@@ -74,16 +72,16 @@ def square_gradients(params, squares, stream, carry, first, count, *, model, bat
         nats, carry = model.apply({"params": params}, batch, carry, method="batch_nats")
         return nats.sum() / (nats.shape[0] if stripes is None else stripes), carry
 
-    def body(i, loop):
-        squares, carry, losses = loop
-        batch = batch_at(stream, first + i)
+    def score(state, batch, index):
+        del index
+        squares, carry = state
         (loss, carry), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, carry)
         squares = jax.tree.map(lambda s, g: s + jnp.square(g), squares, grads)
-        return squares, carry, losses.at[i].set(loss)
+        return (squares, carry), loss
 
-    start = (squares, carry, jnp.zeros(chunk))
-    squares, carry, losses = jax.lax.fori_loop(0, count, body, start)
-    return losses, squares, carry
+    return evaluate.over_windows(
+        score, state, lambda index: batch_at(stream, index), first, count, chunk
+    )
 
 
 @jax.jit

@@ -18,14 +18,14 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, passes, pretrained, texts
+from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, pretrained, texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks.
 
-Score = Callable[[str], passes.TokenScores | dyneval.Outcome]  # Of the text with this name.
+Score = Callable[[str], evaluate.TokenScores | dyneval.Outcome]  # Of the text with this name.
 
 
 class Scorer:
@@ -61,19 +61,17 @@ class Scorer:
 
     def deterministic(self) -> tuple[dict[str, Any], Score]:
         """No dropout, no adaptation."""
-        search = self.make_search(self.deterministic_search, self.batch_size, self.window)
-        temperature = self.find_temperature(search)
+        temperature = self.find_temperature(self.batch_size, self.window)
 
         def score(name):
             mesh = self.share(self.num_stripes(name))
-            run = passes.Deterministic(self.model, self.plan(name, mesh))
-            return run(passes.replicate(self.params, mesh), temperature, title=name)
+            run = evaluate.Deterministic(self.model, self.plan(name, mesh), chunk=64)
+            return run(partitioning.replicate(self.params, mesh), temperature, title=name)
 
         return {"temperature": temperature, "window": self.window}, score
 
     def mc(self) -> tuple[dict[str, Any], Score]:
         """Monte-Carlo dropout; of several multipliers the best on validation is taken."""
-        search = self.make_search(self.sampling_search, self.batch_size, self.window)
         sampler = functools.cache(lambda name: self.sampler(self.plan(name)))
 
         @functools.cache
@@ -81,15 +79,14 @@ class Scorer:
             title = f"mc {name}, dropout times {multiplier:g}"
             return sampler(name)(self.params, temperature, None, title, multiplier)
 
-        multiplier, temperature = self.choose_multiplier(search, score)
+        multiplier, temperature = self.choose_multiplier(self.batch_size, self.window, score)
         details = {"multiplier": multiplier, "temperature": temperature, "window": self.window}
         return details | self.sampling, lambda name: score(name, multiplier, temperature)
 
     def dyneval(self) -> tuple[dict[str, Any], Score]:
         """Dynamic evaluation; of several settings the best on validation is taken."""
         options = self.options.dyneval
-        search = self.make_search(self.deterministic_search, options.batch_size, options.window)
-        temperature = self.find_temperature(search)
+        temperature = self.find_temperature(options.batch_size, options.window)
         setting, known = self.choose_setting(temperature)
 
         def score(name):
@@ -108,7 +105,6 @@ class Scorer:
                 "use --eval.average=arithmetic"
             )
         options = self.options.dyneval
-        search = self.make_search(self.sampling_search, options.batch_size, options.window)
         setting, _ = self.choose_setting(self._fixed_temperature or self.loaded.temperature or 1.0)
 
         @functools.cache
@@ -118,7 +114,7 @@ class Scorer:
                 title=f"mc_dyneval {name}",
             )
 
-        multiplier, temperature = self.choose_multiplier(search, score)
+        multiplier, temperature = self.choose_multiplier(options.batch_size, options.window, score)
         details = {"multiplier": multiplier, "temperature": temperature} | self.adapting
         details |= setting._asdict() | self.sampling
         return details, lambda name: score(name, multiplier, temperature)
@@ -167,14 +163,6 @@ class Scorer:
             mesh=self.mesh,
         )
 
-    def deterministic_search(self, plan: Callable[..., tasks.Plan]) -> evaluate.Evaluation:
-        """Sums are enough for a search."""
-        return evaluate.Evaluation(self.model, plan(mesh=self.mesh))
-
-    def sampling_search(self, plan: Callable[..., tasks.Plan]) -> montecarlo.MonteCarlo:
-        """The samples lie over the mesh, not the stripes."""
-        return self.sampler(plan())
-
     def adapter(self, name: str, count: int, dropout: models.Dropout | None = None):
         """Dynamic evaluation of a text, in one stream, by so many adaptations."""
         options = self.options.dyneval
@@ -196,44 +184,62 @@ class Scorer:
             title="gradient statistics",
         )
 
-    def make_search(self, make: Callable[..., Any], batch_size: int, window: int):
-        """Validation nats at a temperature, on the short stripes that lamb searches with.
+    def find_temperature(
+        self, batch_size: int, window: int, multiplier: float | None = None
+    ) -> float:
+        """The logit scale, by the rule that the options name.
 
-        None if the options leave nothing to search for.
+        It is searched for on the short stripes of validation text that lamb searches with.
+
+        Args:
+          multiplier: of the dropout rates, for Monte-Carlo samples; deterministic unless given.
         """
-        if self._fixed_temperature or self.options.temperature == "saved":
-            return None
-        if self.options.text:
-            # The validation set need not be here; the saved value was searched for on it.
-            self.require_validation("temperatures", self.options.temperature == "minimise")
-            return None
-        run = make(functools.partial(self.texts.plan, "valid", batch_size, window=window))
-        windows = max(1, self.loaded.config.evaluation.temperature_tokens // batch_size // window)
-        return lambda t, **options: run(self.params, t, windows, **options).mean()
-
-    def find_temperature(self, search: Callable[..., float] | None, **options: Any) -> float:
-        """The multiplier of the logits, by the rule that the options name."""
         if self._fixed_temperature:
             return self._fixed_temperature
-        if search is None:
+        rule = self.options.temperature
+        self.require_validation("temperatures", rule == "minimise")
+        # The validation set need not be here; the saved value was searched for on it.
+        if rule == "saved" or self.options.text:
             if self.loaded.temperature is None:
                 raise errors.UsageError(
                     f"the {self.loaded.info['which']} checkpoint of {self.folder} has no "
                     "temperature with it; give --eval.temperature, or use --eval.which=best"
                 )
             return self.loaded.temperature
-        target = functools.partial(search, **options)
-        if self.options.temperature == "minimise":
-            return minimise(target, *TEMPERATURES)
-        return evaluate.search_temperature(target)
+        score = self.score_temperatures(batch_size, window, multiplier)
+        if rule == "minimise":
+            return minimise(lambda t: score((t,))[0], *TEMPERATURES)
+        at_once = evaluate.AT_ONCE if multiplier is None else 1
+        return evaluate.search_temperature(score, at_once)
 
-    def choose_multiplier(self, search, score) -> tuple[float, float]:
+    def score_temperatures(
+        self, batch_size: int, window: int, multiplier: float | None = None
+    ) -> Callable[[Sequence[float]], Sequence[float]]:
+        """A function from logit scales to validation nats."""
+        windows = max(1, self.loaded.config.evaluation.temperature_tokens // batch_size // window)
+        if multiplier is not None:
+            sampler = self._search_sampler(batch_size, window)
+            return lambda scales: [
+                sampler(self.params, scale, windows, multiplier=multiplier).mean()
+                for scale in scales
+            ]
+        plan = self.texts.plan("valid", batch_size, window=window, mesh=self.mesh)
+        run = evaluate.Deterministic(self.model, plan)
+
+        def score(scales):
+            found = run.sums(self.params, scales, windows)
+            return found.total / found.count
+
+        return score
+
+    @functools.cache  # noqa: B019  One for all multipliers.
+    def _search_sampler(self, batch_size: int, window: int) -> montecarlo.MonteCarlo:
+        return self.sampler(self.texts.plan("valid", batch_size, window=window))
+
+    def choose_multiplier(self, batch_size, window, score) -> tuple[float, float]:
         """The best dropout multiplier, and the temperature for it."""
         multipliers = parse_numbers("multipliers", self.options.multipliers)
-        found = [
-            (m, self.find_temperature(search, **({"multiplier": m} if search else {})))
-            for m in multipliers
-        ]
+        found = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
         if len(found) == 1:
             return found[0]
         self.require_validation("multipliers")
@@ -315,7 +321,7 @@ def parse_numbers(name: str, text: str) -> list[float]:
         ) from None
 
 
-def nats_of(result: passes.TokenScores | dyneval.Outcome) -> float:
+def nats_of(result: evaluate.TokenScores | dyneval.Outcome) -> float:
     """Nats per token, nan if it diverged."""
     return result.nats if isinstance(result, dyneval.Outcome) else result.mean()
 

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import passes
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 
 AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")
 BLOCK_SIZE = 1 << 26  # Floats in flight of one block, about, on each device.
@@ -108,8 +108,8 @@ class MonteCarlo:
                 "geometric and power averages are for language models; use 'arithmetic' here"
             )
         self.model, self.dropout = model, dropout
-        self.plan = plan._replace(stream=passes.replicate(plan.stream, mesh))
-        self.targets = passes.read_targets(self.plan)
+        self.plan = plan._replace(stream=partitioning.replicate(plan.stream, mesh))
+        self.targets = evaluate.read_targets(self.plan)
         devices = mesh.shape["data"] if mesh else 1
         fitting = fitting_samples(model, self.targets.tokens.shape[1:], average) * devices
         self.num_blocks, self.block_size = cut_blocks(
@@ -136,7 +136,7 @@ class MonteCarlo:
         max_windows: int | None = None,
         title: str = "",
         multiplier: float = 1.0,
-    ) -> passes.TokenScores:
+    ) -> evaluate.TokenScores:
         """Scores of the first `max_windows` windows; the rates are multiplied by `multiplier`."""
         rates = scale_dropout(self.dropout, multiplier)
         zeros = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
@@ -149,8 +149,8 @@ class MonteCarlo:
                 *(temperature, rates, self._keys, self._weights),
             )
 
-        windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
-        nats = passes.drive(run, carry, self.targets, windows, self._chunk, title)[0]
+        windows = evaluate.limit(self.plan, max_windows)
+        nats = evaluate.drive(run, carry, self.targets, windows, self._chunk, title)[0]
         return self.targets.in_order(nats)
 
     def _place(self, array: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def sample_windows(
             nats = jnp.where(steps < batch.lengths[:, None], nats, 0.0)
         return carry, nats
 
-    return passes.over_windows(
+    return evaluate.over_windows(
         score, carry, lambda index: batch_at(stream, index), first, count, chunk
     )
 

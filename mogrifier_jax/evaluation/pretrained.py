@@ -1,10 +1,20 @@
-"""Trained weights from a workdir: config, model, vocabulary and weights, without the corpus."""
+"""Trained weights from a workdir, or from the one file that a model is shared as.
 
+The file is a safetensors file: the weights by name (`embedding`, `layer_0.kernel`, ...), and
+as its metadata, each a text, `format`, `version`, `config` and `info` (JSON), `vocabulary` (that
+of vocabulary.json), `temperature` (JSON) and `digest`, the SHA-256 of all the rest.
+"""
+
+import hashlib
+import json
 import os
 import pathlib
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
 from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
@@ -12,10 +22,11 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, checkpoints, runs, workdirs
+from mogrifier_jax.training import averaging, checkpoints, leaves, runs, workdirs
 
 # What is read of a config here, beside its model.
 _NEEDED = ("data.name", "averaging.kind", "schedule.turns", "schedule.steps_per_turn")
+FORMAT, VERSION = "mogrifier_jax", "1"
 
 
 class Pretrained(NamedTuple):
@@ -35,17 +46,18 @@ def load_weights(
     """Loads the best or the latest checkpoint of a run, which may still be going on.
 
     Args:
+      workdir: or a file of `save_file`, which holds one checkpoint alone.
       mesh: devices that each get a copy of the weights; by default the first device.
     """
     if which not in ("best", "latest"):
         raise errors.UsageError(f"checkpoint {which!r} is unknown; use 'best' or 'latest'")
+    if pathlib.Path(workdir).is_file():
+        return load_file(workdir, mesh)
     if not pathlib.Path(workdir).is_dir():
         raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
     config = workdirs.read_config(workdir, *_NEEDED)
     vocab = vocabulary.Vocabulary.from_json(text := workdirs.read_vocabulary(workdir))
-    model = models.make_model(
-        len(vocab), encoder_decoder=config.data.name == "reverse_copy", **config.model
-    )
+    model = _make_model(config, vocab)
     average = averaging.make_averaging(config.averaging.kind)
     seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
@@ -89,6 +101,109 @@ def _read_results(path: pathlib.Path) -> dict[str, Any] | None:
     return workdirs.read_json(path, dict) if path.exists() else None
 
 
+def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
+    """Writes all of it to one safetensors file, whole or not at all."""
+    path = pathlib.Path(path)
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves.name_leaves(loaded.params).items()}
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": workdirs.config_to_json(loaded.config),
+        "vocabulary": loaded.vocabulary.to_json(),
+        "temperature": json.dumps(loaded.temperature),
+        "info": json.dumps(loaded.info),
+    }
+    metadata["digest"] = _digest(arrays, metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with workdirs.replacing(path) as file:
+        file.write(safetensors.numpy.save(arrays, metadata))
+
+
+def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
+    """Reads a file of `save_file`; one that is damaged or holds something else is refused."""
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+    except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
+        raise errors.UsageError(
+            f"{path} cannot be read as a safetensors file ({error}); copy or export it again"
+        ) from None
+    if metadata.get("format") != FORMAT:
+        raise errors.UsageError(
+            f"{path} holds no model of this package; give a file that --mode=export has made"
+        )
+    if metadata.get("version") != VERSION:
+        raise errors.UsageError(
+            f"{path} has version {metadata.get('version')} of the format, and this package reads "
+            f"{VERSION}; use a newer mogrifier_jax, or export the model again"
+        )
+    if metadata.pop("digest", None) != _digest(arrays, metadata):
+        raise errors.UsageError(f"{path} is damaged: its digest is another; copy it again")
+    try:
+        config = workdirs.config_from_json(json.loads(metadata["config"]))
+        vocab = vocabulary.Vocabulary.from_json(metadata["vocabulary"])
+        info = {**json.loads(metadata["info"]), "workdir": str(path)}
+        temperature = json.loads(metadata["temperature"])
+        model = _make_model(config, vocab)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise errors.UsageError(
+            f"{path} describes a model that cannot be made here ({error}); export it again with "
+            "this version"
+        ) from None
+    abstract = _abstract_params(model)
+    expected = leaves.name_leaves(abstract)
+    differing = [
+        name
+        for name in sorted({*expected, *arrays})
+        if name not in expected
+        or name not in arrays
+        or (expected[name].shape, expected[name].dtype) != (arrays[name].shape, arrays[name].dtype)
+    ]
+    if differing:
+        raise errors.UsageError(
+            f"{path} has not the weights that its config asks for: {differing[0]} differs in name, "
+            "shape or dtype; export the model again"
+        )
+    params = jax.tree.unflatten(
+        jax.tree.structure(abstract), [arrays[name] for name in leaves.name_leaves(abstract)]
+    )
+    params = jax.device_put(params, _place(mesh))
+    return Pretrained(config, model, vocab, params, temperature, info)
+
+
+def export(workdir: str, output: str | None = None) -> None:
+    """`--mode=export`: the best weights of a run as one file to share."""
+    if not workdir:
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
+    path = output or os.path.join(workdir, "model.safetensors")
+    save_file(load_weights(workdir), path)
+    size = os.path.getsize(path) / 2**20
+    print(f'{path}: {size:.1f} MiB; mogrifier_jax.load("{path}") reads it')
+
+
+def _digest(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
+    """Of names, shapes, dtypes, contents and metadata."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _make_model(config: config_dict.ConfigDict, vocab: vocabulary.Vocabulary) -> Any:
+    copies = config.data.name == "reverse_copy"
+    return models.make_model(len(vocab), encoder_decoder=copies, **config.model)
+
+
+def _place(mesh: Mesh | None) -> Any:
+    return partitioning.replicated(mesh) if mesh else SingleDeviceSharding(jax.devices()[0])
+
+
+def _abstract_params(model: Any) -> Any:
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), **model.example())["params"])
+
+
 def _abstract_weights(model, average, mesh) -> dict[str, Any]:
     """The part of a training state that is the weights, by the names that it is saved under."""
 
@@ -96,7 +211,7 @@ def _abstract_weights(model, average, mesh) -> dict[str, Any]:
         params = model.init(jax.random.key(0), **model.example())["params"]
         return {"params": params, "average": average.init(params)}
 
-    sharding = partitioning.replicated(mesh) if mesh else SingleDeviceSharding(jax.devices()[0])
+    sharding = _place(mesh)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(init),

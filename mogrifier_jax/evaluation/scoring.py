@@ -31,6 +31,9 @@ def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[st
         return [run_ensemble(options.ensemble.split(","), options.output)]
     if not folders or not all(folders):
         raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
+    for folder in folders:
+        if pathlib.Path(folder).is_file():
+            raise errors.UsageError(f"{folder} is a file; results need the workdir of a run")
     evaluations = [evaluate_workdir(folder, options) for folder in folders]
     if len(folders) > 1 or options.output:
         markdown = report.to_markdown(evaluations)

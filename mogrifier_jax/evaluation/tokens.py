@@ -16,13 +16,12 @@ import numpy as np
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.evaluation import passes
-from mogrifier_jax.training import workdirs
+from mogrifier_jax.training import evaluate, workdirs
 
 
 def write_tokens(
     path: str | os.PathLike,
-    scores: passes.TokenScores,
+    scores: evaluate.TokenScores,
     vocab: vocabulary.Vocabulary | str,
     **about: Any,
 ) -> None:
@@ -39,7 +38,7 @@ def write_tokens(
         )
 
 
-def read_tokens(path: str | os.PathLike) -> tuple[passes.TokenScores, dict[str, Any]]:
+def read_tokens(path: str | os.PathLike) -> tuple[evaluate.TokenScores, dict[str, Any]]:
     """The scores in a file and what it says about itself."""
     if not pathlib.Path(path).is_file():
         raise errors.UsageError(f"{path} does not exist; give .npz files of --mode=evaluate")
@@ -47,14 +46,14 @@ def read_tokens(path: str | os.PathLike) -> tuple[passes.TokenScores, dict[str, 
         # Opened here: a damaged file would be left open otherwise.
         with open(path, "rb") as file, np.load(file) as arrays:
             about = json.loads(str(arrays["about"]))
-            return passes.TokenScores(arrays["tokens"], arrays["nats"]), about
+            return evaluate.TokenScores(arrays["tokens"], arrays["nats"]), about
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
         raise errors.UsageError(
             f"{path} is not a file of token scores ({error}); give one of --mode=evaluate"
         ) from error
 
 
-def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[passes.TokenScores, list[float], str]:
+def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, list[float], str]:
     """Averages the probabilities of each token; also the nats of each file, and the vocabulary.
 
     Files of other tokens, or of another vocabulary, are refused.
@@ -75,7 +74,7 @@ def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[passes.TokenScores, li
         log_p = np.logaddexp(log_p, -scores.nats.astype(np.float64))
         means.append(scores.mean())
     nats = np.log(len(paths)) - log_p
-    return passes.TokenScores(first.tokens, nats.astype(np.float32)), means, about["vocabulary"]
+    return evaluate.TokenScores(first.tokens, nats.astype(np.float32)), means, about["vocabulary"]
 
 
 def digest_vocabulary(vocab: vocabulary.Vocabulary) -> str:

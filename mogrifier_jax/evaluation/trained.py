@@ -71,6 +71,7 @@ class TrainedModel:
         self.params: Any = loaded.params
         self.temperature: float = loaded.temperature or 1.0  # Of scores.
         self.info: dict[str, Any] = loaded.info
+        self._loaded = loaded
         self._sampler = sample.Sampler(model, loaded.params, loaded.vocabulary)
         self._nats = jax.jit(functools.partial(model.apply, method="nats"))
         self._gates = jax.jit(functools.partial(model.apply, method="gates"))
@@ -78,6 +79,10 @@ class TrainedModel:
     def __repr__(self) -> str:
         about = f"{self.info['workdir']!r}, {self.info['which']}, step {self.info['step']:,}"
         return f"TrainedModel({about}, {self.model.num_layers} layers of {self.model.hidden_size})"
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the model to one safetensors file, which `load` reads; see `pretrained.py`."""
+        pretrained.save_file(self._loaded._replace(params=self.params), path)
 
     def score(self, text: str | bytes, *, temperature: float | None = None) -> Score:
         """-log p of every token of a text, read from the beginning of a line.
@@ -175,7 +180,7 @@ class TrainedModel:
 
 
 def load(workdir: str | os.PathLike, which: checkpoints.Which = "best") -> TrainedModel:
-    """Loads the best or the latest checkpoint of a run; its corpus is not needed.
+    """Loads the best or the latest checkpoint of a run, or a file of `save`; no corpus is needed.
 
     model = mogrifier_jax.load("runs/pydoc")
     model.score("The lambda form creates a function.").bits_per_token

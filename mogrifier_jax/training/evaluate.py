@@ -1,136 +1,297 @@
-"""A whole split in order, the carry kept: cross-entropy and softmax temperature.
+"""A text scored in order without dropout, and the evaluation before each turn.
 
-Axes: B stripes, T time, W windows of one dispatch. Nats and counts are summed on the device
-for each window and added on the host in float64. `montecarlo.py` averages over dropout
-masks, `dyneval.py` adapts the weights on the way.
+Axes: W windows of one dispatch, K logit scales, B stripes, T time, N tokens of the text. A pass
+runs in dispatches of W windows, so that it can show its running score; how many of them are
+wanted is traced, which spares a second program for the last ones. Every pass is driven from
+here. `montecarlo.py` averages over dropout masks, `dyneval.py` adapts the weights on the way.
+
+A logit scale multiplies the logits: it is lamb's softmax temperature, and records call it
+"temperature".
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
+from absl import logging
+from jax.sharding import Mesh, NamedSharding
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.training import metrics, steps
 
-# lamb's grid of multipliers on the logits, in its order,
+# lamb's grid of logit scales, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))
 AT_ONCE = 7  # and how many of them are tried in one pass.
+LOG_SECONDS = 30.0  # Between lines where there is no terminal.
 
 
-class Evaluation:
-    """Evaluates weights on one plan; compiles once, for any weights and temperature."""
+class TokenScores(NamedTuple):
+    """The score of each token, in the order of the text."""
+
+    tokens: np.ndarray  # [N] int32.
+    nats: np.ndarray  # [N] float32: -log p of each.
+
+    def mean(self) -> float:
+        """The cross-entropy: nats per token."""
+        return metrics.Sum(self.nats, len(self.nats)).mean() if len(self.nats) else math.nan
+
+
+class Targets(NamedTuple):
+    """What the windows of a plan ask for, on the host."""
+
+    tokens: np.ndarray  # [windows, B, T] int32.
+    valid: np.ndarray  # [windows, B, T] bool.
+    carries: bool
+
+    def in_order(self, nats: np.ndarray) -> TokenScores:
+        """The nats of the first windows without padding: stripe after stripe, or as they come."""
+        parts = (a[: len(nats)] for a in (self.tokens, nats, self.valid))
+        tokens, nats, valid = (a.swapaxes(0, 1) if self.carries else a for a in parts)
+        return TokenScores(tokens[valid], nats[valid].astype(np.float32))
+
+    def count(self, windows: int) -> int:
+        """Tokens in the first so many windows."""
+        return int(self.valid[:windows].sum())
+
+
+def read_targets(plan: tasks.Plan) -> Targets:
+    """Cuts all windows of a plan, without scoring them."""
+
+    def at(index, stream):
+        batch = plan.batch_at(stream, index)
+        steps = jnp.arange(batch.targets.shape[1])[None]
+        lengths = jnp.full(plan.batch_size, steps.size) if batch.lengths is None else batch.lengths
+        return batch.targets, steps < lengths[:, None]
+
+    def read(stream):
+        return jax.lax.map(lambda index: at(index, stream), jnp.arange(plan.num_windows))
+
+    mesh = mesh_of(plan)
+    everywhere = mesh and partitioning.replicated(mesh)
+    tokens, valid = map(np.asarray, jax.jit(read, out_shardings=everywhere)(plan.stream))
+    return Targets(tokens, valid, plan.carries)
+
+
+class Found(NamedTuple):
+    """What a dispatch finds in its windows; zeros behind those that were wanted."""
+
+    nats: Any  # [W, K, B, T] if they are kept, or else ().
+    sums: Any  # [W, K], in float32.
+    counts: Any  # [W] tokens.
+
+
+class Deterministic:
+    """Scores weights without dropout; compiles once for any weights and for each K.
+
+    Sums have a program of their own: beside the nats of all tokens XLA may add them up in
+    another order, and what training records must not depend on who else looks.
+    """
 
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
         self.model, self.plan = model, plan
         self._chunk = min(chunk, plan.num_windows)
-        zero_carry = functools.partial(model.zero_carry, plan.batch_size)
-        carry = jax.eval_shape(zero_carry) if plan.carries else ()
-        # Placed the same before and after a dispatch, or else it would be compiled twice.
-        in_place = _carry_shardings(plan, carry)
-        self._zero_carry = jax.jit(zero_carry, out_shardings=in_place) if plan.carries else tuple
-        self._run = jax.jit(
-            functools.partial(
-                score_windows, model=model, batch_at=plan.batch_at, num_windows=self._chunk
-            ),
-            out_shardings=(None, None, in_place),
+        run = functools.partial(
+            score_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk
         )
+        self._sum = self._jit(functools.partial(run, keep=False))
+        self._score = self._jit(functools.partial(run, keep=True))
 
     def __call__(
-        self, params: Any, temperature: float = 1.0, max_windows: int | None = None, title: str = ""
+        self, params: Any, logit_scale: float = 1.0, max_windows: int | None = None, title: str = ""
+    ) -> TokenScores:
+        """Scores of the tokens of the first `max_windows` windows, or of all."""
+        run = self._bind(self._score, params, (logit_scale,))
+
+        def only_nats(carry, first, count):
+            found, carry = run(carry, first, count)
+            return np.asarray(found.nats)[:, 0], carry
+
+        windows = limit(self.plan, max_windows)
+        start = self._zero_carry()
+        nats, _ = drive(only_nats, start, self.targets, windows, self._chunk, title)
+        return self.targets.in_order(nats)
+
+    def sums(
+        self, params: Any, logit_scales: Any, max_windows: int | None = None, title: str = ""
     ) -> metrics.Sum:
-        """Nats over tokens of the first `max_windows` windows, or of all."""
-        (total,) = self.at_temperatures(params, (temperature,), max_windows, title)
-        return total
+        """Nats at each logit scale [K], and the number of tokens.
 
-    def at_temperatures(
-        self,
-        params: Any,
-        temperatures: Sequence[float],
-        max_windows: int | None = None,
-        title: str = "",
-    ) -> list[metrics.Sum]:
-        """The same at each of several temperatures; all but the softmax is computed once."""
-        windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
-        carry: Any = self._zero_carry()
-        totals = [metrics.Sum(0.0, 0) for _ in temperatures]
-        values = np.asarray(temperatures, np.float32)
-        bar = tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False)
-        for first in range(0, windows, self._chunk):
-            nats, counts, carry = self._run(params, self.plan.stream, carry, first, values)
-            nats, counts = (np.asarray(a)[: windows - first] for a in (nats, counts))
-            totals = [
-                total.merge(metrics.Sum(nats[:, k], counts).on_host())
-                for k, total in enumerate(totals)
-            ]
-            bar.update(min(self._chunk, windows - first))
-        bar.close()
-        return totals
+        All but the softmax is computed once. The sum of a window is float32, that of all
+        windows float64.
+        """
+        run = self._bind(self._sum, params, logit_scales)
+        total, tokens = np.float64(0), 0
+        windows = limit(self.plan, max_windows)
+        for found, _ in dispatches(run, self._zero_carry(), windows, self._chunk, title):
+            total = total + np.asarray(found.sums, np.float64).sum(-2)
+            tokens += int(np.asarray(found.counts, np.int64).sum(-1).flat[0])
+        return metrics.Sum(total, tokens)
+
+    @functools.cached_property
+    def targets(self) -> Targets:
+        """Read when tokens are asked for: sums need none."""
+        return read_targets(self.plan)
+
+    def _bind(self, run, params, logit_scales):
+        scales = np.asarray(logit_scales, np.float32)
+        return lambda *where: run(params, self.plan.stream, *where, scales)
+
+    def _jit(self, run):
+        zeros = functools.partial(zero_carry, self.model, self.plan)
+        everywhere = in_place = None
+        if mesh := mesh_of(self.plan):
+            everywhere = partitioning.replicated(mesh)
+            # Placed the same before and after a dispatch, or else it would be compiled twice.
+            in_place = partitioning.shardings({"carry": jax.eval_shape(zeros)}, mesh)["carry"]
+        self._zero_carry = jax.jit(zeros, out_shardings=in_place)
+        return jax.jit(run, donate_argnames="carry", out_shardings=(everywhere, in_place))
 
 
-def _carry_shardings(plan: tasks.Plan, carry: Any) -> Any:
-    """Where the carry lies: with the stripes of the plan, if those lie on a mesh."""
+def score_windows(
+    params, stream, carry, first, count, logit_scales, *, model, batch_at, chunk, keep
+):
+    """What is `Found` in `count` windows from `first` on, and the carry after them."""
+
+    def score(carry, batch, index):
+        del index
+
+        def at(logit_scale):
+            return model.apply(
+                {"params": params}, batch, carry, None, logit_scale, method="batch_nats"
+            )
+
+        # What does not depend on the scale is not repeated.
+        nats, after = jax.vmap(at, out_axes=(0, None))(logit_scales)
+        return after, Found(nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch))
+
+    return over_windows(score, carry, lambda index: batch_at(stream, index), first, count, chunk)
+
+
+def over_windows(score, state, batch_at, first, count, chunk):
+    """Runs score(state, batch, index) -> (state, found) on `count` of W windows.
+
+    Returns all that was found, [W, ...] with zeros behind, and the state.
+    """
+
+    def at(state, index):
+        return score(state, batch_at(index), index)
+
+    def body(i, loop):
+        state, kept = loop
+        state, found = at(state, first + i)
+        return state, jax.tree.map(lambda a, value: a.at[i].set(value), kept, found)
+
+    shapes = jax.eval_shape(at, state, first)[1]
+    kept = jax.tree.map(lambda leaf: jnp.zeros((chunk, *leaf.shape), leaf.dtype), shapes)
+    state, kept = jax.lax.fori_loop(0, count, body, (state, kept))
+    return kept, state
+
+
+def dispatches(
+    run: Callable[..., tuple[Any, Any]],
+    state: Any,
+    windows: int,
+    chunk: int,
+    title: str = "",
+    show: Callable[[], str] = str,
+) -> Iterator[tuple[Any, Any]]:
+    """Calls run(state, first, count) -> (found, state) until all windows are done; yields both.
+
+    `show()` is put behind the bar after each dispatch was looked at.
+    """
+    logged = time.monotonic()
+    with tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False) as bar:
+        for first in range(0, windows, chunk):
+            count = min(chunk, windows - first)
+            found, state = run(state, first, count)
+            yield found, state
+            bar.update(count)
+            bar.set_postfix_str(show())
+            if title and bar.disable and time.monotonic() - logged > LOG_SECONDS:
+                logged = time.monotonic()
+                logging.info("%s: window %d/%d %s", title, first + count, windows, show())
+
+
+def drive(
+    run: Callable[..., tuple[Any, Any]],
+    state: Any,
+    targets: Targets,
+    windows: int,
+    chunk: int,
+    title: str = "",
+) -> tuple[np.ndarray, Any]:
+    """Calls run(state, first, count) -> (nats [W, ..., B, T], state) until all is scored.
+
+    It ends early once nothing finite is left; what comes after is nan then.
+    """
+    parts: list[np.ndarray] = []
+    total: Any = np.float64(0)
+
+    def show():
+        # Of several results at a time the best one is shown.
+        best = np.min(np.where(np.isfinite(total), total, np.inf))
+        return f"{best / max(1, targets.count(len(parts) * chunk)):.4f} nats"
+
+    for nats, after in dispatches(run, state, windows, chunk, title, show):
+        state = after
+        parts.append(np.asarray(nats))
+        total = total + parts[-1].astype(np.float64).sum((0, -2, -1))
+        if not np.isfinite(total).any():
+            break
+    found = np.concatenate(parts)[:windows]
+    padding = [(0, windows - len(found))] + [(0, 0)] * (found.ndim - 1)
+    return np.pad(found, padding, constant_values=np.nan), state
+
+
+def limit(plan: tasks.Plan, max_windows: int | None) -> int:
+    """So many windows of a plan, or all."""
+    return min(plan.num_windows, max_windows or plan.num_windows)
+
+
+def zero_carry(model: Any, plan: tasks.Plan) -> Any:
+    """What the first window starts from; fresh arrays, as a dispatch may take them over."""
+    return jax.tree.map(jnp.copy, model.zero_carry(plan.batch_size)) if plan.carries else ()
+
+
+def mesh_of(plan: tasks.Plan) -> Mesh | None:
+    """Where the plan's stripes lie, if on a mesh."""
+    if plan.mesh is not None:
+        return plan.mesh
     for leaf in jax.tree.leaves(plan.stream):
-        if isinstance(leaf.sharding, jax.sharding.NamedSharding):
+        if isinstance(leaf.sharding, NamedSharding):
             mesh: Any = leaf.sharding.mesh
-            return partitioning.shardings({"carry": carry}, mesh)["carry"]
+            return mesh
     return None
 
 
-def score_windows(params, stream, carry, first, temperature, *, model, batch_at, num_windows):
-    """Sums of nats and numbers of tokens of each of W windows, and the carry after them.
+def search_temperature(
+    evaluate: Callable[[tuple[float, ...]], Sequence[float]], at_once: int = AT_ONCE
+) -> float:
+    """lamb's search: down the grid until two successive values fail to beat the best.
 
-    `temperature` is a number, or [K]; the nats are then [W, K].
+    Args:
+      evaluate: the nats at each of some logit scales.
+      at_once: how many are tried in one call, where that costs little.
     """
-
-    def body(carry, index):
-        batch = batch_at(stream, index)
-
-        def score(temperature):
-            return model.apply(
-                {"params": params}, batch, carry, None, temperature, method="batch_nats"
-            )
-
-        # What does not depend on the temperature is not repeated.
-        at_all = jax.vmap(score, out_axes=(0, None)) if jnp.ndim(temperature) else score
-        nats, after = at_all(temperature)
-        return after, (nats.sum((-2, -1)), steps.num_targets(batch))
-
-    carry, (nats, counts) = jax.lax.scan(body, carry, first + jnp.arange(num_windows))
-    return nats, counts, carry
-
-
-def search_temperature(evaluate: Callable[[float], float]) -> float:
-    """lamb's search: down the grid until two successive values fail to beat the best."""
     best, best_xe, failures = 1.0, math.inf, 0
-    for temperature in TEMPERATURES:
-        xe = evaluate(temperature)
-        if xe < best_xe:
-            best, best_xe, failures = temperature, xe, 0
-        else:
-            failures += 1
-        if failures == 2:
-            break
+    for first in range(0, len(TEMPERATURES), at_once):
+        group = TEMPERATURES[first : first + at_once]
+        for temperature, xe in zip(group, evaluate(group), strict=True):
+            if xe < best_xe:
+                best, best_xe, failures = temperature, xe, 0
+            else:
+                failures += 1
+            if failures == 2:
+                return best
     return best
-
-
-def search_in_groups(evaluate: Callable[[tuple[float, ...]], Sequence[float]]) -> float:
-    """`search_temperature` where it costs little to try several temperatures in one pass."""
-    evaluate = functools.cache(evaluate)
-
-    def xe(temperature):
-        place = TEMPERATURES.index(temperature)
-        first = place - place % AT_ONCE
-        return evaluate(TEMPERATURES[first : first + AT_ONCE])[place - first]
-
-    return search_temperature(xe)
 
 
 class Scores(NamedTuple):
@@ -138,7 +299,7 @@ class Scores(NamedTuple):
 
     train_nats: float
     valid_nats: float
-    temperature: float
+    temperature: float  # The logit scale.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,48 +326,70 @@ class Settings:
 
 
 class TurnEvaluation:
-    """The evaluation before each turn, in lamb's order: training data, temperature, validation."""
+    """The evaluation before each turn, in lamb's order: training data, temperature, validation.
+
+    Args:
+      make: makes the passes; those of N stacked runs give N scores.
+    """
 
     def __init__(
-        self, model: Any, task: tasks.Task, settings: Settings, *, batch_size: int, window: int
+        self,
+        model: Any,
+        task: tasks.Task,
+        settings: Settings,
+        *,
+        batch_size: int,
+        window: int,
+        make: Callable[..., Deterministic] = Deterministic,
     ):
         self._model, self._task, self._settings = model, task, settings
-        self._batch_size = batch_size
+        self._batch_size, self._make = batch_size, make
         self.search_windows = max(1, settings.temperature_tokens // batch_size // window)
-        self._train = self._make("train", batch_size, settings.train_windows)
+        self._train = self._pass("train", batch_size, settings.train_windows)
         # The search reads many short stripes, as training does.
-        self._search = self._make("valid", batch_size, self.search_windows)
-        self._splits: dict[str, Evaluation] = {}
+        self._search = self._pass("valid", batch_size, self.search_windows)
+        self._splits: dict[str, Deterministic] = {}
 
-    def __call__(self, params: Any) -> Scores:
-        """Scores of these weights."""
-        train = self._train(params, max_windows=self._settings.train_windows).mean()
-        temperature = self._settings.softmax_temperature or self._search_temperature(params)
-        return Scores(train, self.score("valid", params, temperature), temperature)
+    def __call__(self, params: Any) -> Any:
+        """`Scores` of these weights; a list of them for stacked runs."""
+        train = mean_nats(self._train, params, 1.0, self._settings.train_windows)
+        fixed = self._settings.softmax_temperature
+        scales = self.search_temperatures(params) if fixed is None else np.full(train.shape, fixed)
+        valid = self.score("valid", params, scales)
+        found = zip(*map(np.ravel, (train, valid, scales)), strict=True)
+        scores = [Scores(*map(float, each)) for each in found]
+        return scores if np.ndim(train) else scores[0]
 
-    def _search_temperature(self, params: Any) -> float:
+    def search_temperatures(self, params: Any) -> np.ndarray:
+        """Each run's own logit scale; they walk down the grid together."""
+
+        @functools.cache
         def score(group):
-            sums = self._search.at_temperatures(params, group, self.search_windows)
-            return [total.mean() for total in sums]
+            found = self._search.sums(params, group, self.search_windows)
+            return found.total / found.count
 
-        return search_in_groups(score)
+        runs = score(TEMPERATURES[:AT_ONCE]).shape[:-1]
+        scorers: list[Any] = [lambda group, i=i: score(group)[i] for i in np.ndindex(runs)]
+        return np.reshape([search_temperature(scorer) for scorer in scorers], runs)
 
-    def score(self, split: str, params: Any, temperature: float) -> float:
+    def score(self, split: str, params: Any, logit_scale: Any) -> Any:
         """Nats per token of a whole split, or of as much as the settings allow."""
-        return self._of(split)(params, temperature, self._settings.max_windows, split).mean()
-
-    def _of(self, split: str) -> Evaluation:
-        """The evaluation of a whole split."""
         if split not in self._splits:
             lines = self._settings.lines_per_stripe
             stripes = num_stripes(self._task, split, self._batch_size, lines)
-            self._splits[split] = self._make(split, stripes, self._settings.max_windows)
-        return self._splits[split]
+            self._splits[split] = self._pass(split, stripes, self._settings.max_windows)
+        run, windows = self._splits[split], self._settings.max_windows
+        return mean_nats(run, params, logit_scale, windows, split)
 
-    def _make(self, split: str, stripes: int, windows: int | None) -> Evaluation:
-        return Evaluation(
-            self._model, self._task.plan(split, stripes), chunk=min(windows or 16, 32)
-        )
+    def _pass(self, split: str, stripes: int, windows: int | None) -> Deterministic:
+        plan = self._task.plan(split, stripes)
+        return self._make(self._model, plan, chunk=min(windows or 16, 32))
+
+
+def mean_nats(run: Deterministic, params: Any, logit_scale: Any, *args: Any) -> Any:
+    """Nats per token at one logit scale, or at that of each stacked run."""
+    found = run.sums(params, np.asarray(logit_scale)[..., None], *args)
+    return (found.total / found.count)[..., 0][()]
 
 
 def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:

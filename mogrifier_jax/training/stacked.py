@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax.data import tasks
 from mogrifier_jax.training import evaluate, runs, steps
 
 
@@ -122,14 +121,13 @@ class Together:
             return (on,)
 
         self._after_evaluation = self._jit(after_evaluation, (0, 0, 0), (0,))
-        self._evaluate = TurnEvaluation(
+        self._evaluate = evaluate.TurnEvaluation(
             run.model,
             run.task,
             run.evaluation,
             batch_size=run.batch_size // run.program.accumulate,
             window=run.config.data.window,
-            count=count,
-            mesh=mesh,
+            make=functools.partial(StackedPass, count=count, mesh=mesh),
         )
 
     def _jit(self, function, in_axes, out_axes):
@@ -213,81 +211,25 @@ class Together:
         }
 
 
-class Evaluation:
-    """`evaluate.Evaluation` of N weights at N temperatures."""
-
-    def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int, count: int, mesh: Mesh):
-        self.plan, self._chunk = plan, min(chunk, plan.num_windows)
-        run = functools.partial(
-            evaluate.score_windows, model=model, batch_at=plan.batch_at, num_windows=self._chunk
-        )
-        axes = (0, None, 0)
-        spread = side_by_side(run, mesh, (0, None, 0, None, 0), axes)
-        self._run = jax.jit(spread, out_shardings=places(mesh, axes))
-        zero = model.zero_carry(plan.batch_size) if plan.carries else ()
-        (over_trials,) = places(mesh, (0,))
-        self._zero_carry = jax.tree.map(
-            lambda a: jax.device_put(np.zeros((count, *a.shape), a.dtype), over_trials), zero
-        )
-
-    def __call__(
-        self, params: Any, temperatures: Any, max_windows: int | None = None, title: str = ""
-    ) -> np.ndarray:
-        """Nats per token of the first `max_windows` windows, or of all.
-
-        They have the shape of the temperatures: [N], or [N, K] to try K for each.
-        """
-        del title
-        windows = min(self.plan.num_windows, max_windows or self.plan.num_windows)
-        carry, temperatures = self._zero_carry, np.asarray(temperatures, np.float32)
-        total, tokens = np.zeros(temperatures.shape), 0.0
-        for first in range(0, windows, self._chunk):
-            nats, counts, carry = self._run(params, self.plan.stream, carry, first, temperatures)
-            total += np.asarray(nats, np.float64)[:, : windows - first].sum(1)
-            tokens += np.asarray(counts, np.float64)[: windows - first].sum()
-        return total / tokens
-
-
-class TurnEvaluation(evaluate.TurnEvaluation):
-    """The evaluation before each turn, of N runs."""
+class StackedPass(evaluate.Deterministic):
+    """The pass of N weights; logit scales are [K] for all of them, or [N, K]."""
 
     def __init__(self, *args: Any, count: int, mesh: Mesh, **options: Any):
         self._count, self._mesh = count, mesh
         super().__init__(*args, **options)
 
-    def _make(self, split, stripes, windows) -> Any:
-        plan = self._task.plan(split, stripes)
-        chunk = min(windows or 16, 32)
-        return Evaluation(self._model, plan, chunk=chunk, count=self._count, mesh=self._mesh)
+    def _bind(self, run, params, logit_scales):
+        scales = np.asarray(logit_scales)
+        scales = np.broadcast_to(scales, (self._count, scales.shape[-1]))
+        return super()._bind(run, params, scales)
 
-    def __call__(self, params: Any) -> Any:
-        """Scores of each of N weights."""
-        settings, count = self._settings, self._count
-        ones: Any = np.ones(count)
-        train = self._train(params, ones, settings.train_windows)
-        temperatures: Any = [settings.softmax_temperature] * count
-        if settings.softmax_temperature is None:
-            temperatures = self.search_temperatures(params)
-        valid: Any = self.score("valid", params, temperatures)
-        return [
-            evaluate.Scores(*map(float, scores))
-            for scores in zip(train, valid, temperatures, strict=True)
-        ]
+    def _jit(self, run):
+        in_place = places(self._mesh, (0, 0))
 
-    def search_temperatures(self, params: Any) -> list[float]:
-        """Each run's own temperature; they walk down the grid together."""
-        search: Any = self._search
+        def zeros():
+            carry = evaluate.zero_carry(self.model, self.plan)
+            return jax.tree.map(lambda a: jnp.zeros((self._count, *a.shape), a.dtype), carry)
 
-        @functools.cache
-        def score_all(group):
-            return search(params, np.tile(group, (self._count, 1)), self.search_windows)
-
-        def score(run, group):
-            return score_all(group)[run]
-
-        scorers = [functools.partial(score, run) for run in range(self._count)]
-        return [evaluate.search_in_groups(scorer) for scorer in scorers]
-
-    def score(self, split: str, params: Any, temperature: Any) -> Any:
-        """Nats per token [N] of a split."""
-        return self._of(split)(params, temperature, self._settings.max_windows)
+        self._zero_carry = jax.jit(zeros, out_shardings=in_place[0])
+        spread = side_by_side(run, self._mesh, (0, None, 0, None, None, 0), (0, 0))
+        return jax.jit(spread, donate_argnums=2, out_shardings=in_place)

@@ -91,7 +91,7 @@ def train_turns(
             (0 if state is None else int(state.step), len(book.done.history))
             for state, book in zip(restored, books, strict=True)
         ]
-        loops = {}
+        loops: dict[int, Loop] = {}
         for point in sorted(set(points)):
             group = [i for i, other in enumerate(points) if other == point]
             loop = Loop([books[i] for i in group], compiled, trace or runtime.Trace("."))

@@ -79,8 +79,7 @@ def write_run_files(
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
-    write_json(workdir, "config.json", values)
+    replace_text(workdir / "config.json", config_to_json(config))
     replace_text(path, vocabulary_json)
     write_json(workdir, "version.json", [*_earlier_starts(workdir / "version.json"), versions()])
 
@@ -112,14 +111,7 @@ def read_config(workdir: str | os.PathLike, *needed: str) -> config_dict.ConfigD
         )
     values = read_json(path, dict)
     try:
-        types = values.pop("_types", {})
-        config = config_dict.ConfigDict(values)
-        for section, key, name in list(_leaves(config)):
-            if name in types:
-                value = section[key]
-                del section[key]  # Its type may change only so.
-                absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
-                section[key] = absent if value is None else tuple(value)
+        config = config_from_json(values)
         for section, key in (name.split(".") for name in needed):
             config[section][key]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -127,6 +119,25 @@ def read_config(workdir: str | os.PathLike, *needed: str) -> config_dict.ConfigD
             f"{path} is not a config as runs write it ({str(error).splitlines()[0]}); restore it "
             "from a copy or use another workdir"
         ) from None
+    return config
+
+
+def config_to_json(config: config_dict.ConfigDict) -> str:
+    """The text of config.json."""
+    values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
+    return json.dumps(values, indent=2) + "\n"
+
+
+def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
+    """The config, locked, from what config.json holds."""
+    types = values.pop("_types", {})
+    config = config_dict.ConfigDict(values)
+    for section, key, name in list(_leaves(config)):
+        if name in types:
+            value = section[key]
+            del section[key]  # Its type may change only so.
+            absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
+            section[key] = absent if value is None else tuple(value)
     return config.lock()
 
 

@@ -71,8 +71,7 @@ class Adapting:
                 options.dyneval.window = window
             self.scorer = methods.Scorer(self._trained, options)
         scorer, options = self.scorer, self.scorer.options.dyneval
-        search = scorer.make_search(scorer.deterministic_search, options.batch_size, window)
-        temperature = scorer.find_temperature(search)
+        temperature = scorer.find_temperature(options.batch_size, window)
         settings = [
             dyneval.Settings(*(t.params[name] for name in dyneval.Settings._fields)) for t in asked
         ]

@@ -11,8 +11,8 @@ import pytest
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gate_plots, gating, token_losses
 from mogrifier_jax.data import tasks, vocabulary
-from mogrifier_jax.evaluation import passes
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import evaluate
 from tests import quick
 
 VOCAB, LINES, WINDOW, STRIPES = 7, 24, 5, 3
@@ -201,7 +201,7 @@ def test_an_encoder_decoder_is_refused():
 
 
 def scores(tokens, nats):
-    return passes.TokenScores(np.array(tokens, np.int32), np.array(nats, np.float32))
+    return evaluate.TokenScores(np.array(tokens, np.int32), np.array(nats, np.float32))
 
 
 def test_loss_by_frequency():

@@ -10,7 +10,7 @@ import pytest
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.data import vocabulary as vocabularies
-from mogrifier_jax.evaluation import montecarlo, passes
+from mogrifier_jax.evaluation import montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
@@ -51,7 +51,7 @@ def make_plan(stripes=2, window=WINDOW, mesh=None):
 @functools.cache
 def deterministic(stripes=2, window=WINDOW):
     model, params = make_model()
-    return passes.Deterministic(model, make_plan(stripes, window), chunk=4)(params, 0.9)
+    return evaluate.Deterministic(model, make_plan(stripes, window), chunk=4)(params, 0.9)
 
 
 @functools.cache
@@ -78,10 +78,11 @@ def test_the_plain_pass_gives_each_token_of_the_text_in_order():
     scores = deterministic()
     np.testing.assert_array_equal(scores.tokens, SPLIT.tokens)
     model, params = make_model()
-    total = evaluate.Evaluation(model, make_plan())(params, 0.9)
-    assert total.count == len(scores.nats)
-    assert scores.mean() == pytest.approx(total.mean(), rel=1e-6)
-    first = passes.Deterministic(model, make_plan())(params, 0.9, max_windows=1)
+    sums = evaluate.Deterministic(model, make_plan()).sums(params, [0.9, 1.1])
+    assert sums.count == len(scores.nats)
+    assert scores.mean() == pytest.approx(sums.total[0] / sums.count, rel=1e-6)
+    assert abs(sums.total[1] / sums.total[0] - 1) > 1e-4
+    first = evaluate.Deterministic(model, make_plan())(params, 0.9, max_windows=1)
     assert len(first.tokens) == 2 * WINDOW  # Not all of the text, so the order must be made.
 
 
@@ -124,7 +125,7 @@ def plain_pass(index, multiplier=1.0, window_keys=True):
         key = jax.random.fold_in(jax.random.fold_in(KEY, index), window if window_keys else 0)
         nats, carry = dropped_out_nats(params, batch, carry, rates, key)
         parts.append(np.asarray(nats))
-    return passes.read_targets(plan).in_order(np.stack(parts)).nats
+    return evaluate.read_targets(plan).in_order(np.stack(parts)).nats
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from mogrifier_jax.data.datasets import text as local_text
 from mogrifier_jax.evaluation import (
     methods,
     options,
-    passes,
     pretrained,
     report,
     scoring,
@@ -23,6 +22,7 @@ from mogrifier_jax.evaluation import (
     tokens,
 )
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
+from mogrifier_jax.training.evaluate import TokenScores
 
 # The end, where valid and test are, is monotonous: adapting to it helps.
 TEXT = "".join(f"{'abcdefgh'[i % 8] * (i % 5 + 1)} {'xyz'[i % 3]}\n" for i in range(110))
@@ -194,7 +194,7 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
     vocab = vocabularies.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
     ids = np.array([1, 2, 3], np.int32)
     for name, nats in (("a", [1.0, 2.0, 3.0]), ("b", [2.0, 1.0, 3.0])):
-        scores = passes.TokenScores(ids, np.array(nats, np.float32))
+        scores = TokenScores(ids, np.array(nats, np.float32))
         tokens.write_tokens(tmp_path / f"{name}.npz", scores, vocab)
     paths = [str(tmp_path / f"{name}.npz") for name in "ab"]
     output = str(tmp_path / "both.npz")
@@ -204,10 +204,10 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
     assert result["nats"] < min(result["members"])
     np.testing.assert_allclose(tokens.read_tokens(output)[0].nats, [mixed, mixed, 3.0], rtol=1e-6)
 
-    other = passes.TokenScores(np.array([1, 2, 4]), np.ones(3))
+    other = TokenScores(np.array([1, 2, 4]), np.ones(3))
     tokens.write_tokens(tmp_path / "c.npz", other, vocab)
-    tokens.write_tokens(tmp_path / "d.npz", passes.TokenScores(ids[:2], np.ones(2)), vocab)
-    tokens.write_tokens(tmp_path / "e.npz", passes.TokenScores(ids, np.ones(3)), "another")
+    tokens.write_tokens(tmp_path / "d.npz", TokenScores(ids[:2], np.ones(2)), vocab)
+    tokens.write_tokens(tmp_path / "e.npz", TokenScores(ids, np.ones(3)), "another")
     (tmp_path / "f.npz").write_text("not at all")
     for name, message in (
         ("c", "first at token 2"),
@@ -280,9 +280,9 @@ def test_minimised_temperature_is_no_worse_than_the_grid(workdir):
         for rule in ("search", "minimise")
     ]
     scorer = methods.Scorer(str(workdir), make_options(temperature="search"))
-    search = scorer.make_search(scorer.deterministic_search, scorer.batch_size, scorer.window)
-    assert search(rows[1]) <= search(rows[0]) + 1e-6
-    assert search(rows[1] + 0.3) > search(rows[1])
+    score = scorer.score_temperatures(scorer.batch_size, scorer.window)
+    grid, minimum, far = score((rows[0], rows[1], rows[1] + 0.3))
+    assert minimum <= grid + 1e-6 and far > minimum
 
 
 @pytest.mark.slow

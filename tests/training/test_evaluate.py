@@ -55,71 +55,80 @@ def small():
 
 @pytest.fixture(scope="module")
 def one_stream(small):
-    return evaluate.Evaluation(small.model, small.task.plan("valid", 1), chunk=5)
+    return evaluate.Deterministic(small.model, small.task.plan("valid", 1), chunk=5)
 
 
 def test_windows_of_one_stream_score_as_the_whole_text(small, one_stream):
     assert one_stream.plan.num_windows > 2 * 5  # Several dispatches, the last one not full.
     assert one_stream.plan.num_windows % 5
-    score = one_stream(small.params)
+    score = one_stream.sums(small.params, [1.0])
     assert score.count == len(small.tokens)
     np.testing.assert_allclose(score.total, small.direct().sum(), rtol=1e-6)
     # A state that started anew with each stripe gives another sum.
-    stripes = evaluate.Evaluation(small.model, small.task.plan("valid", 8))(small.params)
+    stripes = evaluate.Deterministic(small.model, small.task.plan("valid", 8)).sums(
+        small.params, [1.0]
+    )
     assert stripes.count == score.count
     assert abs(stripes.total / score.total - 1) > 1e-4
 
 
 def test_several_temperatures_in_one_pass_equal_a_pass_for_each(small, one_stream):
     temperatures = (1.06, 0.9, 0.5)
-    search = evaluate.Evaluation(small.model, one_stream.plan, chunk=5)
-    together = search.at_temperatures(small.params, temperatures, max_windows=7)
-    alone = [one_stream(small.params, t, max_windows=7) for t in temperatures]
-    for a, b in zip(together, alone, strict=True):
-        assert a.count == b.count == 6 * 7
-        np.testing.assert_allclose(a.total, b.total, rtol=1e-6)
-    totals = [a.total for a in alone]
+    search = evaluate.Deterministic(small.model, one_stream.plan, chunk=5)
+    together = search.sums(small.params, temperatures, max_windows=7)
+    alone = [one_stream.sums(small.params, [t], max_windows=7) for t in temperatures]
+    assert {together.count, *(each.count for each in alone)} == {6 * 7}
+    totals = np.concatenate([each.total for each in alone])
+    np.testing.assert_allclose(together.total, totals, rtol=1e-6)
     assert min(abs(np.diff(totals))) > 1e-4 * totals[0]
 
 
 def test_the_first_windows_are_scored_alone(small, one_stream):
     direct = small.direct()
     for windows in (1, 5, 7):
-        score = one_stream(small.params, max_windows=windows)
+        score = one_stream.sums(small.params, [1.0], max_windows=windows)
         assert score.count == 6 * windows
         np.testing.assert_allclose(score.total, direct[: 6 * windows].sum(), rtol=1e-6)
 
 
 def test_one_program_serves_all_dispatches_and_temperatures(small, one_stream):
-    warm, cold = (one_stream(small.params, temperature).mean() for temperature in (0.9, 1.1))
+    warm, cold = (one_stream.sums(small.params, [scale]).total for scale in (0.9, 1.1))
     assert warm != cold
-    assert one_stream._run._cache_size() == 1
+    tokens = one_stream(small.params, 0.9)
+    np.testing.assert_array_equal(tokens.tokens, small.tokens)
+    np.testing.assert_allclose(tokens.nats.sum(dtype=np.float64), warm[0], rtol=1e-6)
+    assert one_stream._sum._cache_size() == one_stream._score._cache_size() == 1
 
 
 def test_the_search_goes_down_the_grid_and_stops_after_two_failures():
-    def search(best):
+    def search(best, at_once=1):
         tried = []
 
-        def xe(temperature):
-            tried.append(temperature)
-            return (temperature - best) ** 2
+        def xes(group):
+            tried.extend(group)
+            return [(temperature - best) ** 2 for temperature in group]
 
-        return evaluate.search_temperature(xe), tried
+        return evaluate.search_temperature(xes, at_once), tried
 
     assert evaluate.TEMPERATURES[:3] == (1.06, 1.04, 1.02)
     assert (len(evaluate.TEMPERATURES), evaluate.TEMPERATURES[-1]) == (14, 0.8)
     assert search(1.0) == (1.0, [1.06, 1.04, 1.02, 1.0, 0.98, 0.96])
     assert search(2.0) == (1.06, [1.06, 1.04, 1.02])
     assert search(0.0) == (0.8, list(evaluate.TEMPERATURES))
+    for best in (2.0, 1.0, 0.91, 0.0):  # In groups it finds the same, with fewer calls.
+        found, tried = search(best, at_once=7)
+        assert found == search(best)[0] and len(tried) in (7, 14)
 
 
 def test_a_failure_between_successes_does_not_stop_the_search():
     xes = dict(zip(evaluate.TEMPERATURES, [5, 6, 4, 6, 3, 9, 9, 0], strict=False))
-    assert evaluate.search_temperature(xes.__getitem__) == 0.98
+    for at_once in (1, 2):
+        found = evaluate.search_temperature(lambda group: [xes[t] for t in group], at_once)
+        assert found == 0.98
 
 
 def test_a_search_that_finds_only_nan_returns_one():
-    assert evaluate.search_temperature(lambda temperature: float("nan")) == 1.0
+    assert evaluate.search_temperature(lambda group: [float("nan")] * len(group)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -140,12 +149,12 @@ def test_a_turn_scores_training_data_temperature_and_validation(small):
     assert turn.search_windows == 100 // 4 // 6
     scores = turn(small.params)
     plan = small.task.plan("train", 4)
-    train = evaluate.Evaluation(small.model, plan)(small.params, max_windows=2).mean()
-    assert scores.train_nats == pytest.approx(train, rel=1e-6)
+    train = evaluate.Deterministic(small.model, plan).sums(small.params, [1.0], 2)
+    assert scores.train_nats == pytest.approx(train.total[0] / train.count, rel=1e-6)
     assert scores.temperature in evaluate.TEMPERATURES
     stripes = evaluate.num_stripes(small.task, "valid", 4, 10)
     assert stripes == 3
-    valid = evaluate.Evaluation(small.model, small.task.plan("valid", stripes))
+    valid = evaluate.Deterministic(small.model, small.task.plan("valid", stripes))
     for temperature in (scores.temperature, 1.0):
         expected = valid(small.params, temperature).mean()
         found = turn.score("valid", small.params, temperature)
