@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import importlib.resources
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.nn import models
 
 SCALES = ("linear", "log", "integer")
@@ -98,7 +97,8 @@ def load(name: str) -> Study:
     """A study of the paper, or that of a JSON file."""
     if name in PAPER:
         table, fixed = PAPER[name]
-        ranges = {k: v for k, v in _paper_ranges()[table].items() if k not in fixed}
+        published = configs.paper_numbers()["tuning_ranges"][table]
+        ranges = {k: v for k, v in published.items() if k not in fixed}
         return Study(name, parse_ranges(name, ranges), fixed)
     if os.path.isfile(name):
         path = pathlib.Path(name)
@@ -179,12 +179,6 @@ def configure(
         if "rank" in model:  # One form of what means the same, so that trials are seen to be alike.
             model.rank = max(0, model.rank) if model.get("rounds") else 0
     return tried.lock()
-
-
-@functools.cache
-def _paper_ranges() -> dict[str, Any]:
-    text = importlib.resources.files("mogrifier_jax").joinpath("paper_results.json").read_text()
-    return json.loads(text)["tuning_ranges"]
 
 
 def _leaves(config: config_dict.ConfigDict, prefix: str = "") -> list[tuple[str, type]]:
