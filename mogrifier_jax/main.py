@@ -171,7 +171,9 @@ def train() -> None:
 
     workdir = _WORKDIR.value or default_workdir()
     training.train_and_evaluate(_CONFIG.value, workdir, profile_steps=_PROFILE.value)
-    if jax.process_count() == 1 and _CONFIG.value.data.name != "reverse_copy":
+    from mogrifier_jax.data import tasks
+
+    if jax.process_count() == 1 and not tasks.kind_of(_CONFIG.value.data).encoder_decoder:
         from mogrifier_jax.evaluation import sample as sampling
 
         print("A sample of what it has learnt:\n")

@@ -6,14 +6,24 @@ into plans for evaluation. Everything after it is the same for all three.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import corpora, episodes, streams, vocabulary
+from mogrifier_jax.data import episodes, streams, vocabulary
+
+# Keys of `config.data` that say how a text is read, not which.
+READING = ("name", "batch_size", "window", "drop_state_probability", "episodic")
+
+
+class Kind(NamedTuple):
+    """What `config.data` says of a task before anything is read."""
+
+    encoder_decoder: bool  # Whether the model reads a source before it predicts.
+    carries: bool  # Whether the state goes on from window to window.
 
 
 class Plan(NamedTuple):
@@ -31,7 +41,6 @@ class Task(NamedTuple):
 
     vocabulary: vocabulary.Vocabulary
     unit: str  # What a token is: "word", "character" or "byte".
-    encoder_decoder: bool
     carries: bool
     stream: Any
     batch_at: Callable[[Any, jax.Array], Any]
@@ -45,6 +54,17 @@ class Task(NamedTuple):
         return {"word": "ppl", "character": "bpc", "byte": "bpb"}[self.unit]
 
 
+def kind_of(section: Mapping[str, Any]) -> Kind:
+    """The kind of the task of `config.data`."""
+    generated = section["name"] in GENERATED
+    return Kind(encoder_decoder=generated, carries=not (generated or section.get("episodic")))
+
+
+def corpus_options(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config.data` says about its corpus, for `corpora.load_corpus`."""
+    return {key: value for key, value in section.items() if key not in READING}
+
+
 def make_task(
     key: jax.Array,
     mesh: Mesh | None,
@@ -53,14 +73,18 @@ def make_task(
     batch_size: int,
     window: int,
     episodic: bool = False,
+    drop_state_probability: float = 0.0,
     **options: Any,
 ) -> Task:
     """The task of `config.data`; `key` draws the offsets and the jitter of the stripes."""
+    del drop_state_probability  # The train step reads it.
     for label, value in (("batch_size", batch_size), ("window", window)):
         if value < 1:
             raise errors.UsageError(f"data.{label} {value} must be at least 1")
-    if name == "reverse_copy":
-        return _copy_task(batch_size, **options)
+    if name in GENERATED:
+        return GENERATED[name](batch_size, **options)
+    from mogrifier_jax.data import corpora  # Its libraries are not needed to use a trained model.
+
     corpus = corpora.load_corpus(name, **options)
     make = _line_task if episodic else _stream_task
     return make(corpus, key, mesh, batch_size, window)
@@ -93,7 +117,6 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
     return Task(
         corpus.vocabulary,
         corpus.unit,
-        encoder_decoder=False,
         carries=True,
         stream=streams.make_train_stream(corpus.train, batch_size, key, eos, mesh),
         batch_at=functools.partial(streams.train_window, window=window),
@@ -120,7 +143,6 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
     return Task(
         corpus.vocabulary,
         corpus.unit,
-        encoder_decoder=False,
         carries=False,
         stream=episodes.make_line_stream(corpus.train, key, eos, mesh),
         batch_at=functools.partial(episodes.train_lines, batch_size=batch_size, window=longest),
@@ -157,7 +179,6 @@ def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
     return Task(
         task.make_vocabulary(),
         "word",
-        encoder_decoder=True,
         carries=False,
         stream=(),
         batch_at=lambda _, index: episodes.train_copies(task, index, batch_size=batch_size),
@@ -165,6 +186,10 @@ def _copy_task(batch_size, source_dir=None, data_dir=None, **options) -> Task:
         num_lines=lambda split: 1 << 30,
         summary=(("task", "reverse copy"), ("length", task.length), ("examples", task.num_train)),
     )
+
+
+# Tasks without a corpus, by name: functions of the batch size and the options.
+GENERATED: dict[str, Callable[..., Task]] = {"reverse_copy": _copy_task}
 
 
 def _describe(corpus) -> tuple[tuple[str, Any], ...]:

@@ -11,8 +11,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, checkpoints, workdirs
+from mogrifier_jax.training import averaging, checkpoints, runs, workdirs
 
 
 class Pretrained(NamedTuple):
@@ -40,9 +39,7 @@ def load_weights(
         raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
     config = workdirs.read_config(workdir)
     vocab = vocabulary.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
-    model = models.make_model(
-        len(vocab), encoder_decoder=config.data.name == "reverse_copy", **config.model
-    )
+    model = runs.make_model(config, len(vocab))
     average = averaging.make_averaging(config.averaging.kind)
     with checkpoints.Checkpoints(workdir, read_only=True) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)

@@ -12,17 +12,14 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import jax
 from ml_collections import config_dict
 
 import mogrifier_jax
-from mogrifier_jax import errors
-
-# The types that an absent value of the config may be declared to have.
-_PLACEHOLDERS = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
+from mogrifier_jax import configs, errors
 
 
 def write_run_files(
@@ -39,7 +36,12 @@ def write_run_files(
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
+    types = {
+        name: configs.keys()[name].kind.__name__
+        for name, value in configs.flatten(config).items()
+        if name in configs.keys() and (value is None or isinstance(value, tuple))
+    }
+    values = json.loads(config.to_json_best_effort()) | {"_types": types}
     replace_text(workdir / "config.json", json.dumps(values, indent=2) + "\n")
     replace_text(path, vocabulary_json)
     starts = _read_json(workdir / "version.json") if (workdir / "version.json").exists() else []
@@ -47,7 +49,7 @@ def write_run_files(
 
 
 def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
-    """The config of the run in a workdir, locked."""
+    """The config of the run in a workdir, locked; keys that it lacks have their defaults."""
     workdir = pathlib.Path(workdir)
     if not (workdir / "config.json").exists():
         raise errors.UsageError(
@@ -55,15 +57,13 @@ def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
             "give the --workdir of a run that was started"
         )
     values = _read_json(workdir / "config.json")
-    types = values.pop("_types", {})
-    config = config_dict.ConfigDict(values)
-    for section, key, name in list(_leaves(config)):
-        if name in types:
-            value = section[key]
-            del section[key]  # Its type may change only so.
-            absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
-            section[key] = absent if value is None else tuple(value)
-    return config.lock()
+    values.pop("_types", None)  # For others: `configs` knows the types.
+    try:
+        return configs.base(values)
+    except errors.UsageError as error:
+        raise errors.UsageError(
+            f"{workdir / 'config.json'} is not the config of a run: {error}"
+        ) from None
 
 
 def read_vocabulary(workdir: str | os.PathLike) -> str:
@@ -90,16 +90,12 @@ def check_config(
                 "from a copy, or use another workdir"
             )
         return
-    saved, requested = _flatten(read_config(workdir)), _flatten(config)
-    differences = [
-        f"{key}: {saved.get(key, 'absent')} (in the workdir) vs "
-        f"{requested.get(key, 'absent')} (requested)"
-        for key in sorted(saved | requested)
-        if saved.get(key, "absent") != requested.get(key, "absent")
-        and not any(key == prefix or key.startswith(f"{prefix}.") for prefix in ignore)
-    ]
+    differences = configs.differences(read_config(workdir), configs.base(config), ignore)
     if differences:
-        listing = "".join(f"\n  {difference}" for difference in differences)
+        listing = "".join(
+            f"\n  {name}: {saved} (in the workdir) vs {requested} (requested)"
+            for name, saved, requested in differences
+        )
         raise errors.UsageError(
             f"{workdir} holds a run with another config:{listing}\n"
             "Use another --workdir for a new run, or the same config to continue this one."
@@ -155,28 +151,3 @@ def _read_json(path: pathlib.Path) -> Any:
         raise errors.UsageError(
             f"{path} is not valid JSON ({error}); restore it from a copy or use another workdir"
         ) from None
-
-
-def _leaves(
-    config: config_dict.ConfigDict, prefix: str = ""
-) -> Iterator[tuple[config_dict.ConfigDict, str, str]]:
-    """Yields (section, key, full name) of every value."""
-    for key in config:
-        if isinstance(config[key], config_dict.ConfigDict):
-            yield from _leaves(config[key], f"{prefix}{key}.")
-        else:
-            yield config, key, f"{prefix}{key}"
-
-
-def _flatten(config: config_dict.ConfigDict) -> dict[str, Any]:
-    return {name: json.loads(json.dumps(section[key])) for section, key, name in _leaves(config)}
-
-
-def _types(config: config_dict.ConfigDict) -> dict[str, str]:
-    """What `read_config` must know: types of absent values, and which lists are tuples."""
-    return {
-        name: section.get_type(key).__name__
-        for section, key, name in _leaves(config)
-        if isinstance(section[key], tuple)
-        or (section[key] is None and section.get_type(key) in _PLACEHOLDERS.values())
-    }
