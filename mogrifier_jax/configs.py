@@ -75,18 +75,9 @@ class Key(NamedTuple):
         module, _, name = self.choices.rpartition(".")
         return tuple(getattr(importlib.import_module(f"{__package__}.{module}"), name))
 
-    def make(self) -> Any:
-        """The default, or a placeholder that the command line can set."""
-        return config_dict.placeholder(self.kind) if self.default is None else self.default
 
-
-_KINDS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a tuple",
-}
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
+_KINDS |= {str: "a text", tuple: "a tuple"}
 SEED = Key(int, 1, low=0, high=2**32 - 1)  # JAX takes larger ones for others, silently.
 COUNT = Key(int, low=1, high=10**9)
 TURN = Key(int, low=-1, high=10**9)  # Negative or absent: never.
@@ -110,16 +101,12 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "language": Key(str),  # mwc: en or fi.
         "path": FILE,  # text: one file,
         "fractions": Key(tuple),  # cut into train, valid and test by these shares of its lines,
-        "train": FILE,  # or three files.
-        "valid": FILE,
-        "test": FILE,
+        **dict.fromkeys(("train", "valid", "test"), FILE),  # or three files.
         "level": Key(str, choices="data.vocabulary.LEVELS"),
         "encoding": Key(str),
         "length": Key(int, low=1, high=10**5),  # reverse_copy: of the sequences,
         "vocab_size": Key(int, low=1, high=10**7),  # and how many words there are.
-        "num_train": COUNT,
-        "num_valid": COUNT,
-        "num_test": COUNT,
+        **dict.fromkeys(("num_train", "num_valid", "num_test"), COUNT),
         "seed": SEED._replace(default=None),
     },
     "model": {  # And the fields of the cells, see `keys`.
@@ -186,11 +173,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "model": Key(int, 1, low=-1, high=10**6),
     },
 }
-# Limits of cell fields that need others than CELL_NUMBER.
-CELL_NUMBER: dict[str, Any] = dict(low=-1e6, high=1e6)
+# Limits of numbers among the fields of cells, where -1e6 to 1e6 is too wide.
 CELL_LIMITS: dict[str, dict[str, Any]] = {
     "rounds": dict(low=0, high=100),
-    "rank": dict(low=-(10**6), high=10**6),  # 0 or less: full rank.
     "gate_rank": dict(low=0, high=10**6),
     "init_factor": dict(above=0.0, high=1e3),
     "cell_clip": dict(above=0.0, high=1e6),
@@ -212,11 +197,7 @@ TINY = dict(  # A smoke run.
 @functools.cache
 def keys() -> dict[str, Key]:
     """Every key by its full name, such as "model.rounds"."""
-    found = {
-        f"{section}.{name}".lstrip("."): key
-        for section, fields in SECTIONS.items()
-        for name, key in fields.items()
-    }
+    found = {f"{s}.{n}".lstrip("."): k for s, keys in SECTIONS.items() for n, k in keys.items()}
     return found | {f"model.{n}": k for n, k in _cell_keys().items() if f"model.{n}" not in found}
 
 
@@ -235,7 +216,8 @@ def _cell_keys() -> dict[str, Key]:
                 kinds[field.name] = types[0]
                 default = fixed.get(field.name, field.default)
                 defaults.setdefault(field.name, set()).add(default)
-    limits = {n: CELL_LIMITS.get(n, CELL_NUMBER if kinds[n] in (int, float) else {}) for n in kinds}
+    wide: dict[str, Any] = dict(low=-1e6, high=1e6)
+    limits = {n: CELL_LIMITS.get(n, wide) if k in (int, float) else {} for n, k in kinds.items()}
     shared = {n: next(iter(found)) if len(found) == 1 else None for n, found in defaults.items()}
     return {n: Key(kind, shared[n], **limits[n]) for n, kind in kinds.items()}
 
@@ -245,7 +227,8 @@ def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:
     config = config_dict.ConfigDict()
     for name, key in declared.items():
         *sections, last = name.split(".")
-        _find(config, sections)[last] = key.make()
+        absent = key.default is None
+        _find(config, sections)[last] = config_dict.placeholder(key.kind) if absent else key.default
     return config
 
 
@@ -273,17 +256,15 @@ def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
         section, _, key = name.rpartition(".")
         known = [k.rpartition(".")[2] for k in declared if k.rpartition(".")[0] == section]
         near = difflib.get_close_matches(key, known) or difflib.get_close_matches(name, declared)
-        raise errors.UsageError(
-            f"config.{name} is read by nothing; did you mean {' or '.join(near or known)}?"
-        )
-    if value is None:
-        return
+        hint = f"did you mean {' or '.join(near or known)}?"
+        raise errors.UsageError(f"config.{name} is read by nothing; {hint}")
     *sections, last = name.split(".")
     try:
-        _find(config, sections)[last] = value
+        if value is not None:
+            _find(config, sections)[last] = value
     except TypeError:
-        kind = _KINDS[declared[name].kind]
-        raise errors.UsageError(f"{name} {value!r} must be {kind}") from None
+        rule = f"must be {_KINDS[declared[name].kind]}"
+        raise errors.UsageError(f"{name} {value!r} {rule}") from None
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,10 +281,10 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 def check(config: config_dict.ConfigDict) -> None:
     """Refuses what a complete config cannot hold, before anything is computed."""
     values = flatten(config)
-    for name, key in keys().items():
-        if key.required and values[name] is None:
-            section, _, last = name.rpartition(".")
-            raise errors.UsageError(f"config.{section} lacks {last}; add it")
+    for section, declared in SECTIONS.items():
+        for name, key in declared.items():
+            if key.required and values[f"{section}.{name}"] is None:
+                raise errors.UsageError(f"config.{section} lacks {name}; add it")
     check_values(values, keys())
 
 
@@ -318,11 +299,7 @@ def check_values(values: Mapping[str, Any], declared: Mapping[str, Key], prefix:
 def differences(
     saved: Mapping[str, Any], requested: Mapping[str, Any], ignore: Collection[str] = ()
 ) -> list[tuple[str, Any, Any]]:
-    """(name, saved, requested) of each key in which two configs differ.
-
-    Args:
-      ignore: keys, or sections such as "mesh", that may differ.
-    """
+    """(name, saved, requested) of each key that differs, without those (or sections) to ignore."""
     old, new = flatten(saved), flatten(requested)
     return [
         (name, old.get(name, "absent"), new.get(name, "absent"))
@@ -351,17 +328,12 @@ class Set(NamedTuple):
 
 
 def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:
-    """One name from each group for a comma separated variant; the first name is the default.
-
-    An empty default means "none of these".
-    """
+    """One name of each group for a variant "a,b"; the first is the default, "" means none."""
     names = [name.strip() for name in variant.split(",") if name.strip()]
     known = [name for group in groups for name in group if name]
-    for name in names:
-        if name not in known:
-            raise errors.UsageError(
-                f"variant {name!r} is unknown: this experiment has {', '.join(known)}"
-            )
+    for name in (name for name in names if name not in known):
+        listed = ", ".join(known)
+        raise errors.UsageError(f"variant {name!r} is unknown: this experiment has {listed}")
     chosen = []
     for group in map(tuple, groups):
         picks = [name for name in group if name in names]
@@ -385,8 +357,8 @@ def build(
 @functools.cache
 def paper_numbers() -> dict[str, Any]:
     """The numbers of arXiv:1909.01792: tables, curves and the ranges that were tuned over."""
-    folder = importlib.resources.files("mogrifier_jax.evaluation")
-    return json.loads((folder / "paper_results.json").read_text())
+    file = importlib.resources.files("mogrifier_jax.evaluation") / "paper_results.json"
+    return json.loads(file.read_text())
 
 
 def load_file(path: str | os.PathLike) -> ModuleType:
@@ -409,9 +381,8 @@ def load_config(name: str) -> config_dict.ConfigDict:
     config = _blame(path, get_config, *([variant] if variant else []))
     if not isinstance(config, config_dict.ConfigDict):
         line = get_config.__code__.co_firstlineno
-        raise errors.UsageError(
-            f"{path}, line {line}: get_config returns {config!r}; return a config, as of base()"
-        )
+        what = f"get_config returns {config!r}; return a config, as of base()"
+        raise errors.UsageError(f"{path}, line {line}: {what}")
     return config
 
 
@@ -425,7 +396,5 @@ def _blame(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
-        what = " ".join(str(error).split())
-        raise errors.UsageError(
-            f"{path}, line {line}: {type(error).__name__}: {what}; mend the experiment"
-        ) from error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise errors.UsageError(f"{path}, line {line}: {what}; mend the experiment") from error
