@@ -19,21 +19,17 @@ are in RESULTS.md.
 """
 
 import math
-
-from ml_collections import config_dict
+import pathlib
 
 from mogrifier_jax import configs
 from mogrifier_jax.configs import Row, Set
 
-LSTM = dict(
-    model=dict(rounds=0, rank=0),
-    dropout=dict(
-        input=0.6275626425150355,
-        inter_layer=0.3069926535017156,
-        state=0.3692225400980858,
-        output=0.6901712653612706,
-    ),
-    optimizer=dict(learning_rate=0.0030369099569192135, l2_penalty=0.00024908138497223704),
+PTB = configs.load_file(pathlib.Path(__file__).with_name("ptb.py"))  # The tuned values.
+SHORT = dict(
+    log_every=50,
+    data=dict(window=35),
+    averaging=dict(trigger_turns=50, trigger_at_the_latest=400),
+    schedule=dict(turns=600, steps_per_turn=100),
 )
 MODELS = {
     "mogrifier": {},
@@ -74,79 +70,13 @@ SMALL_CHARACTERS = dict(
     optimizer=dict(learning_rate=0.004),
     evaluation=dict(max_windows=200),  # 112,000 characters, more than a quarter of the text.
 )
-TINY = dict(
-    data=dict(batch_size=32, window=16),
-    model=dict(hidden_size=16),
-    averaging=dict(trigger_turns=1, trigger_at_the_latest=1),
-    schedule=dict(turns=2, steps_per_turn=4),
-    evaluation=dict(temperature_tokens=1_000, train_windows=1, max_windows=10),
-)
 
 
 def get_config(variant=""):
     model, condition, size = configs.choose(variant, MODELS, CONDITIONS, ("", "small", "tiny"))
-    config = config_dict.ConfigDict()
-    config.seed = 1
-    config.log_every = 50  # Steps; also how many run in one dispatch.
-    config.data = dict(
-        name="ptb",
-        batch_size=64,
-        window=35,
-        episodic=False,
-        drop_state_probability=0.01,
-        source_dir=config_dict.placeholder(str),
-        data_dir=config_dict.placeholder(str),
-    )
-    config.model = dict(
-        cell="mogrifier_lstm",
-        num_layers=2,
-        num_params=24_000_000,
-        hidden_size=config_dict.placeholder(int),  # Solved from num_params unless set.
-        embedding_ratio=1.0,
-        tied_embeddings=True,
-        mixture_components=0,
-        rounds=5,
-        rank=84,
-        scaling=False,
-        layer_norm=False,
-        gate_rank=0,
-        cap_input_gate=True,
-        forget_bias=1.0,
-        output="sum",
-        state_mask="window",
-        trainable_initial_state=False,
-        dtype="float32",
-    )
-    config.dropout = dict(
-        input=0.7290787773167251,
-        inter_layer=0.2909822365241189,
-        state=0.38729439899832296,
-        output=0.7156690388448465,
-        downprojected=config_dict.placeholder(float),  # As output unless set.
-    )
-    config.optimizer = dict(
-        name="adam",
-        learning_rate=0.002299987130225388,
-        l2_penalty=0.00025235335778471014,
-        clip_norm=10.0,
-        b1=0.0,
-        b2=0.999,
-        eps=1e-8,
-        accumulate=1,
-        accumulate_reduce="sum",
-    )
-    config.averaging = dict(kind="triggered", trigger_turns=50, trigger_at_the_latest=400)
-    config.schedule = dict(turns=600, steps_per_turn=100, **configs.schedule_options())
-    config.evaluation = dict(
-        softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
-        temperature_tokens=50_000,
-        lines_per_stripe=100,
-        train_windows=20,
-        max_windows=config_dict.placeholder(int),  # Of a split; all unless set.
-    )
-    config.mesh = dict(data=-1, model=1)
+    config = configs.base(configs.LAMB, PTB.MOGRIFIER, SHORT)
     if model in UNGATED:
-        config.update(LSTM)
+        config.update(PTB.LSTM)
     if size:
         config.model.rank = SMALL_RANK if model not in UNGATED else 0
         config.optimizer.learning_rate = SMALL_LSTM_RATE if model in UNGATED else SMALL_RATE
@@ -154,13 +84,13 @@ def get_config(variant=""):
     config.update(CONDITIONS[condition])
     if size and model == "factorised":
         config.model.gate_rank = SMALL_GATE_RANK
-    config.update({"": {}, "small": SMALL, "tiny": TINY}[size])
+    rank = config.model.rank
+    config.update({"": {}, "small": SMALL, "tiny": configs.TINY}[size])
+    if size == "tiny":
+        config.model.rank, config.model.gate_rank = min(rank, 4), min(config.model.gate_rank, 4)
     if size == "small" and condition == "characters":
         config.update(SMALL_CHARACTERS)
-    if size == "tiny":
-        config.model.rank = min(config.model.rank, 4)
-        config.model.gate_rank = min(config.model.gate_rank, 4)
-    return config.lock()
+    return config
 
 
 PAPER = configs.paper_numbers()

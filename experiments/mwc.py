@@ -16,113 +16,47 @@ Measured: not yet.
 Variants: `mogrifier` (default) or `lstm`; `en` (default) or `fi`; `tiny` is a smoke run.
 """
 
-from ml_collections import config_dict
-
 from mogrifier_jax import configs
 
-# The English Mogrifier is spelt out in get_config.
-TUNED = {
-    ("en", "mogrifier"): {},
-    ("en", "lstm"): dict(
-        model=dict(rounds=0, rank=0, embedding_ratio=0.16763290107221795),
-        dropout=dict(
-            input=0.24803406411000273,
-            inter_layer=0.04740148103981923,
-            state=0.046954638037220955,
-            output=0.06200886700243824,
-        ),
-        optimizer=dict(learning_rate=0.0038051220647221428, l2_penalty=7.825277510671981e-06),
-    ),
-    ("fi", "mogrifier"): dict(
-        model=dict(rounds=5, rank=100, embedding_ratio=1.3016032871831578),
-        dropout=dict(
-            input=0.06995541397794428,
-            inter_layer=0.11571939622760244,
-            state=0.1759160317735942,
-            output=0.22149685667402097,
-        ),
-        optimizer=dict(learning_rate=0.001999992683987708, l2_penalty=9.607977185924193e-05),
-    ),
-    ("fi", "lstm"): dict(
-        model=dict(rounds=0, rank=0, embedding_ratio=1.5665444454253725),
-        dropout=dict(
-            input=0.0004278254540998817,
-            inter_layer=0.03679207573249842,
-            state=0.15784488790163897,
-            output=0.21672999424789158,
-        ),
-        optimizer=dict(learning_rate=0.0038728221226125496, l2_penalty=3.35903544036833e-05),
-    ),
-}
-TINY = dict(
-    data=dict(batch_size=32, window=16),
-    model=dict(hidden_size=16, rank=4),
-    averaging=dict(trigger_turns=1, trigger_at_the_latest=1),
-    schedule=dict(turns=2, steps_per_turn=4),
-    evaluation=dict(temperature_tokens=1_000, train_windows=1, max_windows=10),
+COMMON = dict(
+    data=dict(name="mwc", batch_size=64, window=150),
+    # The published program redraws the mask of the state at each step here.
+    model=dict(num_params=24_000_000, state_mask="step"),
+    averaging=dict(trigger_turns=25, trigger_at_the_latest=400),
+    schedule=dict(turns=500, steps_per_turn=200),
 )
+# For each key the values of the Mogrifier and of the LSTM.
+TUNED = {
+    "en": {
+        "model.rounds": (6, 0),
+        "model.rank": (78, 0),
+        "model.embedding_ratio": (0.48783057795681084, 0.16763290107221795),
+        "dropout.input": (0.22379479910762798, 0.24803406411000273),
+        "dropout.inter_layer": (0.08779703173530118, 0.04740148103981923),
+        "dropout.state": (0.09548532162445378, 0.046954638037220955),
+        "dropout.output": (0.005212299871888891, 0.06200886700243824),
+        "optimizer.learning_rate": (0.0014344414472614946, 0.0038051220647221428),
+        "optimizer.l2_penalty": (9.245434142118616e-05, 7.825277510671981e-06),
+    },
+    "fi": {
+        "model.rounds": (5, 0),
+        "model.rank": (100, 0),
+        "model.embedding_ratio": (1.3016032871831578, 1.5665444454253725),
+        "dropout.input": (0.06995541397794428, 0.0004278254540998817),
+        "dropout.inter_layer": (0.11571939622760244, 0.03679207573249842),
+        "dropout.state": (0.1759160317735942, 0.15784488790163897),
+        "dropout.output": (0.22149685667402097, 0.21672999424789158),
+        "optimizer.learning_rate": (0.001999992683987708, 0.0038728221226125496),
+        "optimizer.l2_penalty": (9.607977185924193e-05, 3.35903544036833e-05),
+    },
+}
 
 
 def get_config(variant=""):
     cell, language, size = configs.choose(
         variant, ("mogrifier", "lstm"), ("en", "fi"), ("", "tiny")
     )
-    config = config_dict.ConfigDict()
-    config.seed = 1
-    config.log_every = 20  # Steps; also how many run in one dispatch.
-    config.data = dict(
-        name="mwc",
-        language=language,
-        batch_size=64,
-        window=150,
-        drop_state_probability=0.01,
-        source_dir=config_dict.placeholder(str),
-        data_dir=config_dict.placeholder(str),
-    )
-    config.model = dict(
-        cell="mogrifier_lstm",
-        num_layers=2,
-        num_params=24_000_000,
-        hidden_size=config_dict.placeholder(int),  # Solved from num_params unless set.
-        embedding_ratio=0.48783057795681084,
-        tied_embeddings=False,
-        mixture_components=0,
-        rounds=6,
-        rank=78,
-        cap_input_gate=True,
-        forget_bias=1.0,
-        output="sum",
-        state_mask="step",  # The published program redraws the mask at each step here.
-        dtype="float32",  # As the published runs; bfloat16 is faster on TPUs.
-    )
-    config.dropout = dict(
-        input=0.22379479910762798,
-        inter_layer=0.08779703173530118,
-        state=0.09548532162445378,
-        output=0.005212299871888891,
-        downprojected=config_dict.placeholder(float),  # As output unless set.
-    )
-    config.optimizer = dict(
-        name="adam",
-        learning_rate=0.0014344414472614946,
-        l2_penalty=9.245434142118616e-05,
-        clip_norm=10.0,
-        b1=0.0,
-        b2=0.999,
-        eps=1e-8,
-        accumulate=1,
-        accumulate_reduce="sum",
-    )
-    config.averaging = dict(kind="triggered", trigger_turns=25, trigger_at_the_latest=400)
-    config.schedule = dict(turns=500, steps_per_turn=200, **configs.schedule_options())
-    config.evaluation = dict(
-        softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
-        temperature_tokens=50_000,
-        lines_per_stripe=100,
-        train_windows=20,
-        max_windows=config_dict.placeholder(int),  # Of a split; all unless set.
-    )
-    config.mesh = dict(data=-1, model=1)
-    config.update(TUNED[language, cell])
-    config.update({"": {}, "tiny": TINY}[size])
-    return config.lock()
+    chosen = {"data.language": language}
+    tuned = {name: values[cell == "lstm"] for name, values in TUNED[language].items()}
+    sizes = {"": {}, "tiny": configs.TINY}
+    return configs.base(configs.LAMB, COMMON, chosen, tuned, sizes[size])

@@ -21,8 +21,6 @@ words, 300k parameters, both models with the same ratio) takes a minute or two o
 smoke run. Sets: `10m_1k`, `24m_10k`, `small`, `tiny`. Measured numbers are in RESULTS.md.
 """
 
-from ml_collections import config_dict
-
 from mogrifier_jax import configs
 from mogrifier_jax.configs import Row, Set
 
@@ -57,65 +55,31 @@ def get_config(variant=""):
     lengths = [f"length{length}" for length in (150, 50, 100, 200, *SMALL_LENGTHS)]
     cell, length, size = configs.choose(variant, ("mogrifier", "lstm"), lengths, SIZES)
     length = int(length.removeprefix("length"))
-    config = config_dict.ConfigDict()
-    config.seed = 1
-    config.log_every = 50  # Steps; also how many run in one dispatch.
-    config.data = dict(
-        name="reverse_copy",
-        length=length,
-        vocab_size=1_000,
-        num_train=500_000,
-        num_valid=10_000,
-        num_test=10_000,
-        batch_size=64,
-        window=length + 1,  # The words and their end.
+    common = dict(
+        log_every=50,
+        data=dict(
+            name="reverse_copy",
+            length=length,
+            vocab_size=1_000,
+            num_train=500_000,
+            num_valid=10_000,
+            num_test=10_000,
+            batch_size=64,
+            window=length + 1,  # The words and their end.
+        ),
+        model=dict(
+            num_layers=1,
+            num_params=10_000_000,
+            embedding_ratio=RATIOS[cell][length > 150],
+            rounds=5,
+            rank=40,
+            state_mask="step",
+        ),
+        optimizer=dict(learning_rate=0.002, l2_penalty=5e-6, accumulate_reduce="sum"),
+        averaging=dict(trigger_turns=10, trigger_at_the_latest=80),
+        schedule=dict(turns=100, steps_per_turn=200),
     )
-    config.model = dict(
-        cell="mogrifier_lstm",
-        num_layers=1,
-        num_params=10_000_000,
-        hidden_size=config_dict.placeholder(int),  # Solved from num_params unless set.
-        embedding_ratio=RATIOS[cell][length > 150],
-        rounds=5,
-        rank=40,
-        cap_input_gate=True,
-        forget_bias=1.0,
-        output="sum",
-        state_mask="step",
-        dtype="float32",
-    )
-    config.dropout = dict(
-        input=0.0,
-        inter_layer=0.0,
-        state=0.0,
-        output=0.0,
-        downprojected=config_dict.placeholder(float),  # As output unless set.
-    )
-    config.optimizer = dict(
-        name="adam",
-        learning_rate=0.002,
-        l2_penalty=5e-6,
-        clip_norm=10.0,
-        b1=0.0,
-        b2=0.999,
-        eps=1e-8,
-        accumulate=1,
-        accumulate_reduce="sum",
-    )
-    config.averaging = dict(kind="triggered", trigger_turns=10, trigger_at_the_latest=80)
-    config.schedule = dict(turns=100, steps_per_turn=200, **configs.schedule_options())
-    config.evaluation = dict(
-        softmax_temperature=config_dict.placeholder(float),  # Searched unless set.
-        temperature_tokens=50_000,
-        lines_per_stripe=100,
-        train_windows=20,
-        max_windows=config_dict.placeholder(int),  # Of a split; all unless set.
-    )
-    config.mesh = dict(data=-1, model=1)
-    config.update(SIZES[size])
-    if cell == "lstm":
-        config.update(dict(model=dict(rounds=0, rank=0)))
-    return config.lock()
+    return configs.base(common, SIZES[size], configs.UNGATED if cell == "lstm" else {})
 
 
 def compare(lengths, paper=None):

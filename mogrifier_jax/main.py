@@ -19,11 +19,14 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from mogrifier_jax import errors
-from mogrifier_jax.evaluation import options
+from mogrifier_jax import configs, errors
+from mogrifier_jax.evaluation import options as evaluation_options
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample", "export", "preflight", "sweep", "inspect", "tune")
+MODES = (
+    *("train", "evaluate", "sample", "export", "preflight", "sweep", "inspect", "tune"),
+    "config",
+)
 # What a missing module belongs to: the package alone is enough for the cells.
 EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
@@ -43,7 +46,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints,
 _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
-_JSON = flags.DEFINE_string("json", None, "For preflight, inspect: a file for the numbers.")
+_JSON = flags.DEFINE_string("json", None, "For preflight, inspect, config: a file for JSON.")
 _PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
 _LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
@@ -68,6 +71,8 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
 _PEER_TIMEOUT = flags.DEFINE_float("peer_timeout", 60.0, "Seconds until a process counts as lost.")
 
+PEER_TIMEOUT = configs.Key(float, 60.0, above=0.0, high=1e6)
+
 
 def main(argv: Sequence[str]) -> None:
     """Runs a mode; errors that are meant for people end with a message, not a traceback."""
@@ -75,6 +80,11 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UsageError(f"{argv[1]!r} is not a flag; write --name=value")
     if _MODE.value not in MODES:
         raise errors.UsageError(f"--mode={_MODE.value} is not known; use {', '.join(MODES)}")
+    reason = PEER_TIMEOUT.refusal(_PEER_TIMEOUT.value)
+    if reason:
+        raise errors.UsageError(f"--peer_timeout {_PEER_TIMEOUT.value} {reason}")
+    if _MODE.value == "config":
+        return show_config()
     if _MODE.value == "preflight":
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
@@ -138,8 +148,23 @@ def check_outputs() -> None:
     workdirs.check_output(FLAGS.eval.output, "--eval.output")
 
 
+def show_config() -> None:
+    """Prints the config of --config as it would run, or writes it to --json."""
+    require_config()
+    config = configs.base(_CONFIG.value)
+    configs.check(config)
+    if _JSON.value:
+        with open(_JSON.value, "w") as file:
+            file.write(config.to_json_best_effort(indent=2) + "\n")
+        return
+    for name, value in sorted(configs.flatten(config).items()):
+        print(f"{name} = {value!r}")
+
+
 def require_config() -> None:
     """Refuses to go on without an experiment."""
+    if FLAGS["config"].present:
+        explain_config(config_filename())
     if _CONFIG.value is None:
         raise errors.UsageError(
             "--config is missing; give an experiment, such as --config=experiments/pydoc.py"
@@ -153,6 +178,7 @@ def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
     from mogrifier_jax.evaluation import scoring
 
+    evaluation_options.check(FLAGS.eval)
     scoring.run(folders(), FLAGS.eval)
 
 
@@ -223,7 +249,9 @@ def train() -> None:
 
     workdir = _WORKDIR.value or default_workdir()
     training.train_and_evaluate(_CONFIG.value, workdir, profile_steps=_PROFILE.value)
-    if jax.process_count() == 1 and _CONFIG.value.data.name != "reverse_copy":
+    from mogrifier_jax.data import tasks
+
+    if jax.process_count() == 1 and not tasks.kind_of(_CONFIG.value.data).encoder_decoder:
         from mogrifier_jax.evaluation import sample as sampling
 
         print("A sample of what it has learnt:\n")
@@ -243,6 +271,7 @@ def tune() -> None:
         sampler=_SAMPLER.value,
     )
     if _STUDY.value == "dyneval":
+        evaluation_options.check(FLAGS.eval)
         tuning_dyneval.tune(_WORKDIR.value or "", FLAGS.eval, **options)
         return
     require_config()
@@ -277,15 +306,30 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         define_options()
         return FLAGS(list(argv))
-    except (flags.Error, AttributeError, KeyError, OSError, errors.UsageError) as error:
+    except (errors.UsageError, flags.Error) as error:
         raise errors.UsageError(explain(error)) from None
+    except Exception as error:
+        for argument in argv:
+            if argument.startswith("--config="):
+                explain_config(argument.removeprefix("--config="))
+        if not isinstance(error, AttributeError | KeyError | OSError | ValueError | TypeError):
+            raise
+        raise errors.UsageError(explain(error)) from None
+
+
+def explain_config(name: str) -> None:
+    """Refuses an experiment file that cannot make a config, with the line that is to blame."""
+    if os.path.isfile(name.partition(":")[0]):
+        configs.load_config(name)
 
 
 def define_options() -> None:
     """Flags with options of their own: a misspelt one is an error as they are defined."""
     if "eval" in FLAGS:  # Of an earlier command line in this process.
         delattr(FLAGS, "eval")
-    config_flags.DEFINE_config_dict("eval", options.evaluation(), "For evaluate: options.")
+    config_flags.DEFINE_config_dict(
+        "eval", evaluation_options.evaluation(), "For evaluate: options."
+    )
 
 
 def explain(error: BaseException) -> str:

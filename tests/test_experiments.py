@@ -18,7 +18,7 @@ from tests import resolved_configs
 
 ROOT = pathlib.Path(__file__).parents[1]
 TUNED = json.loads((ROOT / "tests" / "tuned_values.json").read_text())["experiments"]
-PAPER = json.loads((ROOT / "mogrifier_jax" / "paper_results.json").read_text())
+PAPER = configs.paper_numbers()
 RESOLVED = json.loads(resolved_configs.PATH.read_text())
 CELLS = ("mogrifier", "lstm")
 VARIANTS = {

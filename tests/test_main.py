@@ -10,7 +10,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from mogrifier_jax import distributed, errors, main
+from mogrifier_jax import configs, distributed, errors, main
 from mogrifier_jax.training import progress, runtime, train
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,6 +62,11 @@ def trained(monkeypatch):
         ([TINY, "--config.model.roundz=3"], "no such key: 'roundz'. Did you mean \"rounds\""),
         ([TINY, "--config.modle.rounds=3"], "no such key: 'modle'. Did you mean \"model\""),
         ([TINY, "--config.model.zzz=3"], "no such key: 'zzz'"),
+        ([TINY, "--mode=config", "--config.model.rounds=1000000"], "model.rounds 1000000 must be"),
+        ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be a finite number"),
+        (["--mode=evaluate", "--workdir=x", "--eval.window=-1"], "eval.window -1 must be at least"),
+        (["--mode=evaluate", "--eval.window=0"], "eval.window 0 must be at least 1, or left out"),
+        (["--mode=evaluate", "--eval.stripes=99999999"], "eval.stripes 99999999 must be at most"),
         ([TINY, "--config.model.rounds.x=3"], "model.rounds.x"),
         ([TINY, "--config.model.rounds=three"], "--config.model.rounds=three: invalid literal"),
         ([TINY, "--config.model=3"], "--config.model=3: Failed to parse"),
@@ -131,6 +136,15 @@ def test_mistakes_end_with_one_sentence(command, trained, arguments, words):
     assert words in output and "Traceback" not in output
     assert output.startswith("UsageError: ") and output.count("\n") == 1
     assert not trained
+
+
+def test_the_config_mode_prints_every_key(command, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(main, "print", lines.append, raising=False)
+    layer_norm = ["--config=experiments/ptb.py:tiny", "--config.model.layer_norm=True"]
+    command("--mode=config", *layer_norm)
+    assert "model.layer_norm = True" in lines and "data.name = 'ptb'" in lines
+    assert lines == sorted(lines) and len(lines) == len(configs.keys())
 
 
 @pytest.mark.parametrize(

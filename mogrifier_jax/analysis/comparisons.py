@@ -23,7 +23,7 @@ from mogrifier_jax import configs
 from mogrifier_jax.analysis import figures
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, progress, workdirs
+from mogrifier_jax.training import metrics, progress, runs, workdirs
 
 SPLITS = ("valid", "test")
 
@@ -48,8 +48,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     unit = unit or next(key.removeprefix("valid_") for key in results[0] if key in _SCORES)
     config = workdirs.read_config(folders[0])
     vocab = vocabulary.Vocabulary.from_json(workdirs.read_vocabulary(folders[0]))
-    copies = config.data.name == "reverse_copy"
-    model = models.make_model(len(vocab), encoder_decoder=copies, **config.model)
+    model = runs.make_model(config, len(vocab))
     records = [_read(folder / "sweep.json", {}) for folder in folders]
     starts = [start for folder in folders for start in _read(folder / "version.json", [])]
     summary: dict[str, Any] = {

@@ -108,9 +108,7 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
     ]
     gates = read_gates(workdir, max_windows=max_windows).rows()
     scores = read_scores(workdir, max_windows=max_windows)
-    ignored = ("name", "batch_size", "window", "episodic", "drop_state_probability")
-    options = {key: value for key, value in config.data.items() if key not in ignored}
-    corpus = corpora.load_corpus(config.data.name, **options)
+    corpus = corpora.load_corpus(config.data.name, **tasks.corpus_options(config.data))
     counts = token_losses.count_tokens(corpus.train.tokens, len(vocab))
     return NAMES.get(model, model), {
         "gates": [row for row in gates if row["gate"] in GATES],

@@ -6,14 +6,24 @@ into plans for evaluation. Everything after it is the same for all three.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import corpora, episodes, streams, vocabulary
+from mogrifier_jax.data import episodes, streams, vocabulary
+
+# Keys of `config.data` that say how a text is read, not which.
+READING = ("name", "batch_size", "window", "drop_state_probability", "episodic")
+
+
+class Kind(NamedTuple):
+    """What `config.data` says of a task before anything is read."""
+
+    encoder_decoder: bool  # Whether the model reads a source before it predicts.
+    carries: bool  # Whether the state goes on from window to window.
 
 
 class Plan(NamedTuple):
@@ -32,7 +42,6 @@ class Task(NamedTuple):
 
     vocabulary: vocabulary.Vocabulary
     unit: str  # What a token is: "word", "character" or "byte".
-    encoder_decoder: bool
     carries: bool
     stream: Any
     batch_at: Callable[[Any, jax.Array], Any]
@@ -46,6 +55,17 @@ class Task(NamedTuple):
         return {"word": "ppl", "character": "bpc", "byte": "bpb"}[self.unit]
 
 
+def kind_of(section: Mapping[str, Any]) -> Kind:
+    """The kind of the task of `config.data`."""
+    generated = section["name"] in GENERATED
+    return Kind(encoder_decoder=generated, carries=not (generated or section.get("episodic")))
+
+
+def corpus_options(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What `config.data` says about its corpus, for `corpora.load_corpus`."""
+    return {key: value for key, value in section.items() if key not in READING}
+
+
 def make_task(
     key: jax.Array,
     mesh: Mesh | None,
@@ -54,14 +74,18 @@ def make_task(
     batch_size: int,
     window: int,
     episodic: bool = False,
+    drop_state_probability: float = 0.0,
     **options: Any,
 ) -> Task:
     """The task of `config.data`; `key` draws the offsets and the jitter of the stripes."""
+    del drop_state_probability  # The train step reads it.
     for label, value in (("batch_size", batch_size), ("window", window)):
         if value < 1:
             raise errors.UsageError(f"data.{label} {value} must be at least 1")
-    if name == "reverse_copy":
-        return _copy_task(mesh, batch_size, **options)
+    if name in GENERATED:
+        return GENERATED[name](mesh, batch_size, **options)
+    from mogrifier_jax.data import corpora  # Its libraries are not needed to use a trained model.
+
     corpus = corpora.load_corpus(name, **options)
     make = _line_task if episodic else _stream_task
     return make(corpus, key, mesh, batch_size, window)
@@ -94,7 +118,6 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
     return Task(
         corpus.vocabulary,
         corpus.unit,
-        encoder_decoder=False,
         carries=True,
         stream=streams.make_train_stream(corpus.train, batch_size, key, eos, mesh),
         batch_at=functools.partial(streams.train_window, window=window),
@@ -139,7 +162,6 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
     return Task(
         corpus.vocabulary,
         corpus.unit,
-        encoder_decoder=False,
         carries=False,
         stream=episodes.make_line_stream(corpus.train, key, eos, mesh),
         batch_at=spread(train_lines, mesh),
@@ -178,7 +200,6 @@ def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> T
     return Task(
         task.make_vocabulary(),
         "word",
-        encoder_decoder=True,
         carries=False,
         stream=(),
         batch_at=spread(
@@ -188,6 +209,10 @@ def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> T
         num_lines=lambda split: 1 << 30,
         summary=(("task", "reverse copy"), ("length", task.length), ("examples", task.num_train)),
     )
+
+
+# Tasks without a corpus, by name: functions of the batch size and the options.
+GENERATED: dict[str, Callable[..., Task]] = {"reverse_copy": _copy_task}
 
 
 def _describe(corpus) -> tuple[tuple[str, Any], ...]:

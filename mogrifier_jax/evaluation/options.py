@@ -2,34 +2,42 @@
 
 from ml_collections import config_dict
 
+from mogrifier_jax import configs
+from mogrifier_jax.configs import COUNT, FILE, FOLDER, SEED, Key
+
+KEYS = {
+    "which": Key(str, "best", choices=("best", "latest")),
+    "methods": Key(str, "deterministic"),  # Of scoring.METHODS; empty: reports what is known.
+    "splits": Key(str, "valid,test"),
+    "text": FILE,  # To score in place of the splits.
+    "ensemble": Key(str),  # Token files to average; nothing else is done.
+    "output": FILE,  # For Markdown, or the ensemble's token file.
+    "source_dir": FOLDER,  # Where the corpus is now,
+    "data_dir": FOLDER,  # if not where the run had it.
+    "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
+    "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
+    "window": Key(int, low=1, high=10**6),  # As in training unless set.
+    "seed": SEED,  # Of the dropout masks.
+    "samples": Key(int, 200, low=1, high=10**6),
+    "samples_per_block": Key(int, low=1, high=10**6),  # By memory unless set.
+    "average": Key(str, "arithmetic", choices="evaluation.montecarlo.AVERAGES"),
+    "power": Key(float, 0.5, low=-1e3, high=1e3),
+    "multipliers": Key(str, "1"),  # On dropout rates; of several the best on validation is taken.
+    "dyneval.window": Key(int, 10, low=1, high=10**6),
+    "dyneval.learning_rates": Key(str, "1e-5"),  # Of several the best on validation is taken.
+    "dyneval.decay_rates": Key(str, "1e-3"),
+    "dyneval.epsilons": Key(str, "1e-5"),
+    "dyneval.batch_size": Key(int, 1024, low=1, high=10**6),  # Stripes of gradient statistics,
+    "dyneval.max_windows": COUNT._replace(default=500),  # and how many of their windows.
+    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations side by side; by memory.
+}
+
 
 def evaluation() -> config_dict.ConfigDict:
     """The defaults: deterministic, one stream, the temperature searched as lamb does."""
-    options = config_dict.ConfigDict()
-    options.which = "best"  # Or "latest".
-    options.methods = "deterministic"  # Any of scoring.METHODS; empty only reports what is known.
-    options.splits = "valid,test"
-    options.text = config_dict.placeholder(str)  # A file to score in place of the splits.
-    options.ensemble = config_dict.placeholder(str)  # Token files to average; nothing else is done.
-    options.output = config_dict.placeholder(str)  # For Markdown, or the ensemble's token file.
-    options.source_dir = config_dict.placeholder(str)  # Where the corpus is now,
-    options.data_dir = config_dict.placeholder(str)  # if not where the run had it.
-    options.temperature = "search"  # Or "minimise", "saved" (with the checkpoint), or a number.
-    options.stripes = 1  # One stream gives the final numbers; 0 is as in training.
-    options.window = config_dict.placeholder(int)  # As in training unless set.
-    options.seed = 1  # Of the dropout masks.
-    options.samples = 200
-    options.samples_per_block = config_dict.placeholder(int)  # By memory unless set.
-    options.average = "arithmetic"  # One of montecarlo.AVERAGES.
-    options.power = 0.5
-    options.multipliers = "1"  # On the dropout rates; of several the best on validation is taken.
-    options.dyneval = dict(
-        window=10,
-        learning_rates="1e-5",  # Of several settings the best on validation is taken.
-        decay_rates="1e-3",
-        epsilons="1e-5",
-        batch_size=1024,  # Stripes of the gradient statistics,
-        max_windows=500,  # and how many of their windows.
-        parallel=config_dict.placeholder(int),  # Adaptations side by side; by memory unless set.
-    )
-    return options.lock()
+    return configs.make_dict(KEYS).lock()
+
+
+def check(options: config_dict.ConfigDict) -> None:
+    """Refuses what an option cannot be."""
+    configs.check_values(configs.flatten(options), KEYS, prefix="eval.")

@@ -21,11 +21,8 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.nn import models
 from mogrifier_jax.training import averaging, checkpoints, leaves, runs, workdirs
 
-# What is read of a config here, beside its model.
-_NEEDED = ("data.name", "averaging.kind", "schedule.turns", "schedule.steps_per_turn")
 FORMAT, VERSION = "mogrifier_jax", "1"
 
 
@@ -55,9 +52,9 @@ def load_weights(
         return load_file(workdir, mesh)
     if not pathlib.Path(workdir).is_dir():
         raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
-    config = workdirs.read_config(workdir, *_NEEDED)
+    config = workdirs.read_config(workdir)
     vocab = vocabulary.Vocabulary.from_json(text := workdirs.read_vocabulary(workdir))
-    model = _make_model(config, vocab)
+    model = runs.make_model(config, len(vocab))
     average = averaging.make_averaging(config.averaging.kind)
     seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
@@ -145,7 +142,7 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
         vocab = vocabulary.Vocabulary.from_json(metadata["vocabulary"])
         info = {**json.loads(metadata["info"]), "workdir": str(path)}
         temperature = json.loads(metadata["temperature"])
-        model = _make_model(config, vocab)
+        model = runs.make_model(config, len(vocab))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise errors.UsageError(
             f"{path} describes a model that cannot be made here ({error}); export it again with "
@@ -189,11 +186,6 @@ def _digest(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def _make_model(config: config_dict.ConfigDict, vocab: vocabulary.Vocabulary) -> Any:
-    copies = config.data.name == "reverse_copy"
-    return models.make_model(len(vocab), encoder_decoder=copies, **config.model)
 
 
 def _place(mesh: Mesh | None) -> Any:

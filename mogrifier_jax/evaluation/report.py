@@ -1,14 +1,12 @@
 """Results beside the paper's: which of its rows a run repeats, and Markdown of several runs."""
 
-import functools
-import importlib.resources
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import config_dict
 
+from mogrifier_jax import configs
 from mogrifier_jax.training import metrics
 
 # Columns of the paper's tables, and which rows of evaluation.json they are, without and with MC.
@@ -19,13 +17,6 @@ COLUMNS = (
     ("test, dyneval", ("dyneval", "mc_dyneval"), "test"),
 )
 KINDS = ("deterministic", "mc")
-
-
-@functools.cache
-def paper_tables() -> dict[str, Any]:
-    """The tables of arXiv:1909.01792, by corpus."""
-    path = importlib.resources.files("mogrifier_jax") / "paper_results.json"
-    return json.loads(path.read_text())["tables"]
 
 
 def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, str]:
@@ -46,7 +37,7 @@ def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, s
 
 def paper_nats(run: Mapping[str, str], kind: str) -> list[float | None]:
     """The paper's nats in the four columns, None where it has nothing."""
-    for row in paper_tables().get(run["corpus"], {"rows": []})["rows"]:
+    for row in configs.paper_numbers()["tables"].get(run["corpus"], {"rows": []})["rows"]:
         same = all(row.get(key) == run[key] for key in ("model", "params"))
         if same and row.get("evaluation") == kind and "nats" in row:
             return row["nats"]

@@ -29,7 +29,7 @@ def read_splits(
     loaded: pretrained.Pretrained, source_dir: str | None = None, data_dir: str | None = None
 ) -> Texts:
     """The splits of the corpus that the run was trained on; another vocabulary is refused."""
-    options = {k: v for k, v in loaded.config.data.items() if k != "drop_state_probability"}
+    options = dict(loaded.config.data)
     moved = {"source_dir": source_dir, "data_dir": data_dir}
     options |= {key: folder for key, folder in moved.items() if folder}
     task = tasks.make_task(jax.random.key(loaded.config.seed), None, **options)
@@ -53,7 +53,7 @@ def read_splits(
 def read_file(loaded: pretrained.Pretrained, path: str | os.PathLike) -> Texts:
     """Any text file as one text, named "text"; what the vocabulary lacks is reported."""
     config, vocab = loaded.config, loaded.vocabulary
-    if config.data.name == "reverse_copy" or config.data.get("episodic"):
+    if not tasks.kind_of(config.data).carries:
         raise errors.UsageError(
             f"the run in {loaded.info['workdir']} models no stream of text; "
             "a file can be scored only by a language model that carries its state"

@@ -342,14 +342,18 @@ def find_cell(name: str) -> Callable[..., Cell]:
 
 
 def accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that this kind of cell has; the others are named in a warning."""
-    make = find_cell(cell)
-    kind: Any = getattr(make, "func", make)
-    names = {field.name for field in dataclasses.fields(kind)}
-    ignored = sorted(options.keys() - names)
+    """Those of the options that this kind of cell has; None stands for the cell's own default.
+
+    The others are named in a warning, unless they ask for nothing: a config has them all.
+    """
+    kinds: list[Any] = [getattr(make, "func", make) for make in (*CELLS.values(), find_cell(cell))]
+    defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kinds[-1])}
+    given = {name: value for name, value in options.items() if value is not None}
+    ignored = sorted(n for n in given.keys() - names if given[n] != defaults[n])
     if ignored:
         logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
-    return {name: value for name, value in options.items() if name in names}
+    return {name: value for name, value in given.items() if name in names}
 
 
 class Mogrifier(nn.Module):

@@ -301,6 +301,11 @@ def make_model(
     """A model from `config.model`: sizes solved from the budget, cell options sorted out."""
     kind = EncoderDecoder if encoder_decoder else LanguageModel
     of_model = {field.name for field in dataclasses.fields(kind)} - {"parent", "name"}
+    # What only the other kind has may be there as long as it asks for nothing.
+    unused = (
+        {f.name: f.default for f in dataclasses.fields(LanguageModel)} if encoder_decoder else {}
+    )
+    options = {n: v for n, v in options.items() if n in of_model or v != unused.get(n, ...)}
     of_cells = {f.name for c in _CELL_CLASSES for f in dataclasses.fields(c)} - of_model
     known = sorted(of_model | of_cells)
     for name in options:

@@ -33,15 +33,12 @@ SIZES = {
     "mwc": Size(300, "character", 10_000_000, 100_000),
 }
 ASSUMED = {"mwc": "the size of the corpus is assumed: 10M characters of 300 kinds"}
-# Keys of `config.data` that are about reading a corpus in windows, not about the corpus.
-_READING = {"batch_size", "window", "drop_state_probability", "episodic"}
 
 
 def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
     """The task of `config.data` with an abstract stream; it can be traced, not run."""
-    if section["name"] == "reverse_copy":  # Generated on the device: it has no stream.
-        options = {k: v for k, v in section.items() if k != "drop_state_probability"}
-        return tasks.make_task(jax.random.key(0), mesh, **options)
+    if section["name"] in tasks.GENERATED:  # On the device: there is no stream.
+        return tasks.make_task(jax.random.key(0), mesh, **section)
     size = find_size(section)
     batch_size, window = section["batch_size"], section["window"]
     episodic = section.get("episodic", False)
@@ -71,7 +68,6 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
     return tasks.Task(
         vocabulary,
         size.unit,
-        encoder_decoder=False,
         carries=not episodic,
         stream=stream,
         batch_at=batch_at,
@@ -85,7 +81,7 @@ def find_size(section: Mapping[str, Any]) -> Size:
     """From the table, or of the corpus itself, which is then read."""
     if section["name"] in SIZES:
         return SIZES[section["name"]]
-    corpus = corpora.load_corpus(**{k: v for k, v in section.items() if k not in _READING})
+    corpus = corpora.load_corpus(section["name"], **tasks.corpus_options(section))
     train = corpus.train
     return Size(len(corpus.vocabulary), corpus.unit, len(train.tokens), len(train.line_starts))
 

@@ -1,33 +1,23 @@
 """A config made concrete: what is trained, on what, where, by which rules.
 
-`make_run` reads every section of a config, and what does not fit is an error that names the key.
+`make_run` reads every section of a config; `configs.py` refuses what does not fit.
 `train.py` carries a run out.
 """
 
-import difflib
 import functools
-import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Set
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import configs, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import averaging, evaluate, optim, runtime, schedule, steps
 
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
-SECTIONS = (
-    *("seed", "log_every", "data", "model", "dropout", "optimizer"),
-    *("averaging", "schedule", "evaluation", "mesh"),
-)
-
-
-Made = TypeVar("Made")
 
 
 class Run(NamedTuple):
@@ -83,36 +73,27 @@ def make_run(
     Args:
       tuned: dropout rates that stay in the program when they are zero, as they are elsewhere not.
     """
-    check_keys("config", config, known=SECTIONS, required=set(SECTIONS) - {"log_every"})
-    needed = {"name", "batch_size", "window"}
-    check_keys("config.data", config.data, known=config.data, required=needed)
-    check_keys("config.mesh", config.mesh, known=("data", "model"), required=set())
+    config = configs.base(config)
+    configs.check(config)
     mesh = mesh or make_mesh(config)
     optimizer = dict(config.optimizer)
-    learning_rate, l2_penalty, groups, reduce = pop_step_options(optimizer)
-    optimizer = make(optim.make_optimizer, "optimizer", **optimizer)
-    rules = make(schedule.Rules, "schedule", **config.schedule, **averaging_rules(config.averaging))
+    names = ("learning_rate", "l2_penalty", "accumulate", "accumulate_reduce")
+    learning_rate, l2_penalty, groups, reduce = (optimizer.pop(name) for name in names)
+    optimizer = optim.make_optimizer(**optimizer)
+    rules = schedule.Rules(**config.schedule, **averaging_rules(config.averaging))
     average = averaging.make_averaging(config.averaging.kind)
-    evaluation = make(evaluate.Settings, "evaluation", **config.evaluation)
-    if config.get("log_every", 1) < 1:
-        raise errors.UsageError(f"log_every {config.log_every} must be at least 1 step")
+    evaluation = evaluate.Settings(**config.evaluation)
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
-    copies = config.data.name == "reverse_copy"
-    trial = models.make_model(3, encoder_decoder=copies, **config.model)
+    trial = make_model(config, 3)
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
-    make_dropout(trial, **config.dropout)
     partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
 
-    drop_state = config.data.get("drop_state_probability", 0.0)
-    check_probability("data.drop_state_probability", drop_state)
     task = task or make_task(config, mesh)
-    model = models.make_model(
-        len(task.vocabulary), encoder_decoder=task.encoder_decoder, **config.model
-    )
+    model = make_model(config, len(task.vocabulary))
     partitioning.check_hidden_size(mesh, model.hidden_size)
-    hyper = steps.Hyperparameters(
-        learning_rate, l2_penalty, drop_state, make_dropout(model, tuned, **config.dropout)
-    )
+    dropout = make_dropout(model, tuned, **config.dropout)
+    drop_state = config.data.drop_state_probability
+    hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
     program = steps.Program(model, optimizer, average, task.batch_at, groups, reduce)
     return Run(config, mesh, task, model, program, hyper, rules, evaluation)
 
@@ -120,85 +101,37 @@ def make_run(
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
     """The mesh of a config: of CPU cores that nobody counted, as many as divide the batch."""
     mesh = partitioning.make_mesh(**config.mesh)
-    if config.mesh.get("data", -1) == -1 and partitioning.counted_cores():
-        batch_size = config.data.batch_size // max(1, config.optimizer.get("accumulate", 1))
+    if config.mesh.data == -1 and partitioning.counted_cores():
+        batch_size = config.data.batch_size // config.optimizer.accumulate
         sizes = range(1, mesh.shape["data"] + 1)
         mesh = partitioning.shrink(mesh, max(n for n in sizes if batch_size % n == 0))
     return mesh
 
 
+def make_model(config: config_dict.ConfigDict, vocab_size: int) -> Any:
+    """The model of a config, of the kind that its task needs."""
+    encoder_decoder = tasks.kind_of(config.data).encoder_decoder
+    return models.make_model(vocab_size, encoder_decoder=encoder_decoder, **config.model)
+
+
 def make_task(config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.Task:
     """The task of a config; its offsets and jitter follow from the seed."""
     stream_key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    options = {k: v for k, v in config.data.items() if k != "drop_state_probability"}
-    return tasks.make_task(stream_key, mesh, **options)
+    return tasks.make_task(stream_key, mesh, **config.data)
 
 
-def make(function: Callable[..., Made], section: str, **options: Any) -> Made:
-    """Calls a constructor with a config section; a key that it lacks is named."""
-    parameters = inspect.signature(function).parameters
-    required = {n for n, p in parameters.items() if p.default is inspect.Parameter.empty}
-    check_keys(f"config.{section}", options, known=parameters, required=required)
-    return function(**options)
-
-
-def check_keys(
-    section: str, given: Iterable[str], known: Iterable[str], required: Set[str]
-) -> None:
-    """Refuses keys that nothing reads, and asks for those that are needed."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known) or known
-            raise errors.UsageError(
-                f"{section}.{name} is read by nothing; did you mean {' or '.join(near)}?"
-            )
-    missing = required - set(given)
-    if missing:
-        raise errors.UsageError(f"{section} lacks {', '.join(sorted(missing))}; add it")
-
-
-def pop_step_options(optimizer: dict[str, Any]) -> tuple[float, float, int, str]:
-    """Takes out of `config.optimizer` what the train step reads: rate, L2, groups and reduction."""
-    required = {"learning_rate", "l2_penalty"}
-    check_keys("config.optimizer", required & optimizer.keys(), required, required)
-    rates = {name: optimizer.pop(name) for name in ("learning_rate", "l2_penalty")}
-    for name, value in rates.items():
-        if not 0 <= value < math.inf:
-            raise errors.UsageError(f"optimizer.{name} {value} must be 0 or more, and finite")
-    groups, reduce = optimizer.pop("accumulate", 1), optimizer.pop("accumulate_reduce", "mean")
-    if groups < 1 or reduce not in ("sum", "mean"):
-        raise errors.UsageError(
-            f"optimizer.accumulate {groups} with accumulate_reduce {reduce!r} cannot be: give a "
-            "number of groups of 1 or more, and 'sum' or 'mean'"
-        )
-    return *rates.values(), groups, reduce
-
-
-def averaging_rules(section: config_dict.ConfigDict) -> dict[str, int | None]:
+def averaging_rules(section: config_dict.ConfigDict) -> dict[str, Any]:
     """The triggers of `config.averaging`, as `schedule.Rules` names them."""
-    known = ("kind", "trigger_turns", "trigger_at_the_latest")
-    check_keys("config.averaging", section, known=known, required={"kind"})
     if section.kind != "triggered":
         return {}
     return {
-        "averaging_turns": section.get("trigger_turns"),
-        "averaging_at_the_latest": section.get("trigger_at_the_latest"),
+        "averaging_turns": section.trigger_turns,
+        "averaging_at_the_latest": section.trigger_at_the_latest,
     }
-
-
-def check_probability(name: str, value: float | None) -> None:
-    """Refuses what is not a probability of dropping."""
-    if value is not None and not 0 <= value < 1:
-        raise errors.UsageError(
-            f"{name} {value} is not a probability of dropping: give 0 <= rate < 1"
-        )
 
 
 def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None) -> models.Dropout:
     """The rates of `config.dropout`; a rate of zero takes the operation away, unless tuned."""
-    check_keys("config.dropout", rates, known=models.Dropout._fields, required=set())
-    for name, rate in rates.items():
-        check_probability(f"dropout.{name}", rate)
     projects = getattr(model, "mixture_components", 0) or model.embedding_size != model.hidden_size
     if rates.get("downprojected") is None:
         rates["downprojected"] = rates.get("output")

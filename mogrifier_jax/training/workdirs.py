@@ -31,11 +31,7 @@ from absl import logging
 from ml_collections import config_dict
 
 import mogrifier_jax
-from mogrifier_jax import errors
-
-# The types that an absent value of the config may be declared to have.
-_PLACEHOLDERS = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
-
+from mogrifier_jax import configs, errors
 
 # What the weights and their scores depend on; the rest of a config is about how they were found.
 _SEALED = ("model", "data", "dropout", "averaging.kind")
@@ -96,12 +92,8 @@ def _earlier_starts(path: pathlib.Path) -> list[Any]:
         return []
 
 
-def read_config(workdir: str | os.PathLike, *needed: str) -> config_dict.ConfigDict:
-    """The config of the run in a workdir, locked.
-
-    Args:
-      needed: keys of two words, without which it is refused.
-    """
+def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
+    """The config of the run in a workdir, locked; keys that it lacks have their defaults."""
     workdir = pathlib.Path(workdir)
     path = workdir / "config.json"
     if not path.exists():
@@ -109,36 +101,32 @@ def read_config(workdir: str | os.PathLike, *needed: str) -> config_dict.ConfigD
             f"{workdir} is not the workdir of a run: it has no config.json; "
             "give the --workdir of a run that was started"
         )
-    values = read_json(path, dict)
     try:
-        config = config_from_json(values)
-        for section, key in (name.split(".") for name in needed):
-            config[section][key]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return config_from_json(read_json(path, dict))
+    except errors.UsageError as error:
         raise errors.UsageError(
-            f"{path} is not a config as runs write it ({str(error).splitlines()[0]}); restore it "
-            "from a copy or use another workdir"
+            f"{path} is not a config as runs write it ({error}); restore it from a copy or use "
+            "another workdir"
         ) from None
-    return config
 
 
 def config_to_json(config: config_dict.ConfigDict) -> str:
-    """The text of config.json."""
-    values = json.loads(config.to_json_best_effort()) | {"_types": _types(config)}
+    """The text of config.json; `_types` names the types of absent values, and tuples."""
+    types = {
+        name: configs.keys()[name].kind.__name__
+        for name, value in configs.flatten(config).items()
+        if name in configs.keys() and (value is None or isinstance(value, tuple))
+    }
+    values = json.loads(config.to_json_best_effort()) | {"_types": types}
     return json.dumps(values, indent=2) + "\n"
 
 
 def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
-    """The config, locked, from what config.json holds."""
-    types = values.pop("_types", {})
-    config = config_dict.ConfigDict(values)
-    for section, key, name in list(_leaves(config)):
-        if name in types:
-            value = section[key]
-            del section[key]  # Its type may change only so.
-            absent = config_dict.placeholder(_PLACEHOLDERS[types[name]])
-            section[key] = absent if value is None else tuple(value)
-    return config.lock()
+    """The config, locked and checked, from what config.json holds."""
+    values.pop("_types", None)  # For others: `configs` knows the types.
+    config = configs.base(values)
+    configs.check(config)
+    return config
 
 
 def read_vocabulary(workdir: str | os.PathLike) -> str:
@@ -156,10 +144,14 @@ def seal(config: config_dict.ConfigDict, vocabulary_json: str, ignore: Collectio
     Args:
       ignore: keys, or sections, that may change.
     """
+    # Defaults are left out: a key that a later version adds changes no seal.
+    defaults = {name: key.default for name, key in configs.keys().items()}
     values = {
-        f"config.json: {key}": value
-        for key, value in _flatten(config).items()
-        if _is_among(key, _SEALED) and not _is_among(key, ignore)
+        f"config.json: {name}": list(value) if isinstance(value, tuple) else value
+        for name, value in configs.flatten(config).items()
+        if value != defaults.get(name)
+        and configs.is_among(name, _SEALED)
+        and not configs.is_among(name, ignore)
     }
     vocabulary = json.dumps(json.loads(vocabulary_json), sort_keys=True).encode()
     return values | {"vocabulary.json: sha256": hashlib.sha256(vocabulary).hexdigest()}
@@ -181,15 +173,12 @@ def check_config(
                 "from a copy, or use another workdir"
             )
         return
-    saved, requested = _flatten(read_config(workdir)), _flatten(config)
-    differences = [
-        f"{key}: {saved.get(key, 'absent')} (in the workdir) vs "
-        f"{requested.get(key, 'absent')} (requested)"
-        for key in sorted(saved | requested)
-        if saved.get(key, "absent") != requested.get(key, "absent") and not _is_among(key, ignore)
-    ]
+    differences = configs.differences(read_config(workdir), configs.base(config), ignore)
     if differences:
-        listing = "".join(f"\n  {difference}" for difference in differences)
+        listing = "".join(
+            f"\n  {name}: {saved} (in the workdir) vs {requested} (requested)"
+            for name, saved, requested in differences
+        )
         raise errors.UsageError(
             f"{workdir} holds a run with another config:{listing}\n"
             "Use another --workdir for a new run, or the same config to continue this one."
@@ -333,32 +322,3 @@ def read_json(path: str | os.PathLike, kind: type = object, remedy: str = "") ->
             f"{path} holds a {type(found).__name__} where a {kind.__name__} belongs; {remedy}"
         )
     return found
-
-
-def _is_among(key: str, names: Collection[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _leaves(
-    config: config_dict.ConfigDict, prefix: str = ""
-) -> Iterator[tuple[config_dict.ConfigDict, str, str]]:
-    """Yields (section, key, full name) of every value."""
-    for key in config:
-        if isinstance(config[key], config_dict.ConfigDict):
-            yield from _leaves(config[key], f"{prefix}{key}.")
-        else:
-            yield config, key, f"{prefix}{key}"
-
-
-def _flatten(config: config_dict.ConfigDict) -> dict[str, Any]:
-    return {name: json.loads(json.dumps(section[key])) for section, key, name in _leaves(config)}
-
-
-def _types(config: config_dict.ConfigDict) -> dict[str, str]:
-    """What `read_config` must know: types of absent values, and which lists are tuples."""
-    return {
-        name: section.get_type(key).__name__
-        for section, key, name in _leaves(config)
-        if isinstance(section[key], tuple)
-        or (section[key] is None and section.get_type(key) in _PLACEHOLDERS.values())
-    }

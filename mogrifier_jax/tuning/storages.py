@@ -122,7 +122,7 @@ def open_study(
     if saved is None:
         study.set_user_attr("about", dict(about))
     else:
-        differences = _compare(saved, dict(about))
+        differences = studies.describe_differences(saved, about)
         if differences:
             raise errors.UsageError(
                 f"{hide_password(storage)} holds a study {name!r} of another kind:{differences}\n"
@@ -206,11 +206,3 @@ def _one_at_a_time(storage: str) -> Iterator[None]:
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _compare(saved: Any, asked: Any, name: str = "") -> str:
-    if isinstance(saved, dict) and isinstance(asked, dict):
-        keys = sorted(saved.keys() | asked.keys())
-        parts = (_compare(saved.get(k), asked.get(k), f"{name}.{k}".strip(".")) for k in keys)
-        return "".join(parts)
-    return "" if saved == asked else f"\n  {name}: {saved} (there) vs {asked} (requested)"

@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import importlib.resources
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.nn import models
 
 SCALES = ("linear", "log", "integer")
@@ -33,6 +32,7 @@ TRACED = (
     *("optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"),
     *(f"dropout.{name}" for name in models.Dropout._fields),
 )
+UNTUNED = ("seed", "log_every", "mesh.data", "mesh.model")
 LSTM: dict[str, Any] = {"model.rounds": 0, "model.rank": 0}
 # By name: the ranges in paper_results.json, and what is set rather than tuned.
 PAPER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -98,7 +98,8 @@ def load(name: str) -> Study:
     """A study of the paper, or that of a JSON file."""
     if name in PAPER:
         table, fixed = PAPER[name]
-        ranges = {k: v for k, v in _paper_ranges()[table].items() if k not in fixed}
+        published = configs.paper_numbers()["tuning_ranges"][table]
+        ranges = {k: v for k, v in published.items() if k not in fixed}
         return Study(name, parse_ranges(name, ranges), fixed)
     if os.path.isfile(name):
         path = pathlib.Path(name)
@@ -146,9 +147,9 @@ def _parse_range(study: str, name: str, limits: Any) -> Range:
     return parsed
 
 
-def check(study: Study, config: config_dict.ConfigDict) -> None:
-    """Refuses a study whose settings the config does not have."""
-    known = [name for name, _ in _leaves(config)]
+def check(study: Study) -> None:
+    """Refuses a study whose settings a config does not have, or which cannot be tuned."""
+    known = configs.keys()
     for name in (*study.ranges, *study.fixed):
         if name not in known:
             near = difflib.get_close_matches(name, known)
@@ -156,13 +157,21 @@ def check(study: Study, config: config_dict.ConfigDict) -> None:
             raise errors.UsageError(
                 f"study {study.name} tunes {name}, which the config does not have; {hint}"
             )
-    whole = {name for name, kind in _leaves(config) if kind is int}
     for name, limits in study.ranges.items():
-        if name in whole and limits.scale != "integer":
+        start, kind = f"study {study.name}: {name}", known[name].kind
+        if kind not in (int, float) or name in UNTUNED:
             raise errors.UsageError(
-                f"study {study.name}: {name} is a whole number in the config, but its range is "
+                f"{start} cannot be tuned; tune numbers that move the result, such as {TRACED[0]}"
+            )
+        if kind is int and limits.scale != "integer":
+            raise errors.UsageError(
+                f"{start} is a whole number in the config, but its range is "
                 f"{limits.scale}; make it integer"
             )
+        for limit in (limits.low, limits.high):
+            reason = known[name].refusal(int(limit) if kind is int else limit)
+            if reason:
+                raise errors.UsageError(f"{start} reaches {limit}, which {reason}")
 
 
 def configure(
@@ -181,18 +190,14 @@ def configure(
     return tried.lock()
 
 
-@functools.cache
-def _paper_ranges() -> dict[str, Any]:
-    text = importlib.resources.files("mogrifier_jax").joinpath("paper_results.json").read_text()
-    return json.loads(text)["tuning_ranges"]
+def describe_differences(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Lines on how what a storage says about its study is not what is asked for."""
 
+    def fill(about):
+        """A study of an earlier version lacks keys of today's configs."""
+        return {**about, "config": configs.base(about["config"])} if "config" in about else about
 
-def _leaves(config: config_dict.ConfigDict, prefix: str = "") -> list[tuple[str, type]]:
-    """Name and type of every value, also of one that is absent."""
-    found: list[tuple[str, type]] = []
-    for key in config:
-        if isinstance(config[key], config_dict.ConfigDict):
-            found += _leaves(config[key], f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", config.get_type(key)))
-    return found
+    return "".join(
+        f"\n  {name}: {there} (there) vs {requested} (requested)"
+        for name, there, requested in configs.differences(fill(saved), fill(asked))
+    )

@@ -144,10 +144,12 @@ def _open(storage: str, name: str, ranges: Mapping[str, studies.Range], about: A
     asked = json.dumps(about, sort_keys=True)
     config.metadata["about"] = asked
     study = clients.Study.from_study_config(config, owner="mogrifier_jax", study_id=name)
-    if study.materialize_study_config().metadata.get("about", asked) != asked:
+    saved = json.loads(study.materialize_study_config().metadata.get("about", asked))
+    differences = studies.describe_differences(saved, about)
+    if differences:
         raise errors.UsageError(
-            f"{storage} holds a study {name!r} of another kind; use another service, or the same "
-            "settings to go on with it"
+            f"{storage} holds a study {name!r} of another kind:{differences}\nUse another service, "
+            "or the same settings to go on with it."
         )
     return study
 

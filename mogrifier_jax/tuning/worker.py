@@ -48,7 +48,7 @@ def tune(
     """Tunes the training of a config; `name` is what the experiment is called in the storage."""
     check_numbers(num_trials, parallel)
     tuned = studies.load(study)
-    studies.check(tuned, config)
+    studies.check(tuned)
     name = f"{name}-{tuned.name}"
     queue = open_queue(
         tuned,

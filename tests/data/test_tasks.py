@@ -58,7 +58,10 @@ def test_stripes_are_limited_by_lines_only_where_state_is_carried():
 @pytest.mark.slow
 def test_copies_need_no_corpus_and_score_every_word():
     task = make_copies(source_dir=None, data_dir=None)
-    assert task.encoder_decoder and not task.carries and task.score_unit == "ppl"
+    assert not task.carries and task.score_unit == "ppl"
+    assert tasks.kind_of({"name": "reverse_copy"}) == (True, False)
+    assert tasks.kind_of({"name": "pydoc"}) == (False, True)
+    assert tasks.kind_of({"name": "pydoc", "episodic": True}) == (False, False)
     batch = task.batch_at(task.stream, jnp.int32(0))
     assert batch.sources.shape == batch.targets.shape == (4, 4)
     np.testing.assert_array_equal(batch.targets[:, :3], batch.sources[:, 2::-1])

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.training import checkpoints, leaves, signals, workdirs
 
 
@@ -440,7 +440,7 @@ def test_checksums_of_scalars_and_of_nothing():
 
 def make_config() -> config_dict.ConfigDict:
     config = config_dict.ConfigDict({"seed": 1, "mesh": {"data": -1}, "model": {"rounds": 5}})
-    config.model.sizes = (1, 2)
+    config.data = {"fractions": (0.5, 0.25, 0.25)}
     config.optimizer = {"clip_norm": config_dict.placeholder(float), "eps": 1e-9}
     return config.lock()
 
@@ -448,8 +448,9 @@ def make_config() -> config_dict.ConfigDict:
 def test_config_is_read_as_it_was_written(tmp_path):
     workdirs.write_run_files(tmp_path, make_config(), '["a"]')
     config = workdirs.read_config(tmp_path)
-    assert config == make_config()
-    assert config.model.sizes == (1, 2)
+    assert config == configs.base(make_config()) and config.is_locked
+    assert config.data.fractions == (0.5, 0.25, 0.25)
+    assert config.schedule.get_type("turns") is int  # Of a key that is not in the file.
     assert config.optimizer.get_type("clip_norm") is float
     assert workdirs.read_vocabulary(tmp_path) == '["a"]'
     workdirs.write_run_files(tmp_path, config, '["a"]')
@@ -466,11 +467,11 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     config.mesh.data = 8
     workdirs.check_config(tmp_path, config, ignore={"mesh"})
     config.model.rounds = 3
-    config.model.extra = 1
+    config.optimizer.momentum = 0.5
     with pytest.raises(errors.UsageError) as error:
         workdirs.check_config(tmp_path, config, ignore={"mesh"})
     assert "model.rounds: 5 (in the workdir) vs 3 (requested)" in str(error.value)
-    assert "model.extra: absent (in the workdir) vs 1 (requested)" in str(error.value)
+    assert "optimizer.momentum: 0.0 (in the workdir) vs 0.5 (requested)" in str(error.value)
     assert "mesh" not in str(error.value)
 
 

@@ -453,14 +453,14 @@ def without(section, key):
     [
         (bad("", sead=1), "config.sead is read by nothing; did you mean seed?"),
         (bad("data", batch_size=7), "batch_size 7 is not a multiple of the data axis (8); try 8"),
-        (bad("data", drop_state_probability=2.0), "drop_state_probability 2.0 is not a prob"),
-        (bad("model", roundz=1), "model.roundz is not an option; did you mean rounds"),
+        (bad("data", drop_state_probability=2.0), "drop_state_probability 2.0 must be below 1"),
+        (bad("model", roundz=1), "config.model.roundz is read by nothing; did you mean rounds"),
         (bad("model", num_layers=0), "num_layers 0 must be at least 1"),
-        (bad("model", output="some"), "output 'some' is not known"),
+        (bad("model", output="some"), "model.output 'some' is unknown: choose one of sum, resi"),
         (bad("dropout", imput=0.1), "config.dropout.imput is read by nothing; did you mean input"),
-        (bad("dropout", input=1.0), "dropout.input 1.0 is not a probability"),
+        (bad("dropout", input=1.0), "dropout.input 1.0 must be below 1"),
         (bad("optimizer", learning_rat=1.0), "config.optimizer.learning_rat is read by nothing"),
-        (bad("optimizer", learning_rate=-1.0), "optimizer.learning_rate -1.0 must be 0 or more"),
+        (bad("optimizer", learning_rate=-1.0), "optimizer.learning_rate -1.0 must be at least 0"),
         (bad("optimizer", name="adamw"), "optimizer.name 'adamw' is unknown"),
         (bad("optimizer", accumulate=0), "optimizer.accumulate 0"),
         (bad("optimizer", accumulate_reduce="max"), "accumulate_reduce 'max'"),
@@ -472,7 +472,7 @@ def without(section, key):
         (bad("mesh", datta=1), "config.mesh.datta is read by nothing; did you mean data"),
         (bad("mesh", devices=1), "config.mesh.devices is read by nothing; did you mean data"),
         (bad("", log_every=0), "log_every 0 must be at least 1"),
-        (without("", "optimizer"), "config lacks optimizer"),
+        (without("", "optimizer"), "config.optimizer lacks learning_rate"),
         (without("schedule", "turns"), "config.schedule lacks turns"),
         (without("optimizer", "l2_penalty"), "config.optimizer lacks l2_penalty"),
         (without("data", "window"), "config.data lacks window"),
@@ -490,8 +490,8 @@ def test_what_does_not_fit_is_refused_before_a_corpus_is_read(config, words, mon
 
 
 def test_options_of_a_corpus_are_refused_before_it_is_read(tmp_path):
-    with pytest.raises(errors.UsageError, match="corpus 'pydoc' has no option 'windo'"):
-        runs.make_run(bad("data", windo=3))
+    with pytest.raises(errors.UsageError, match="corpus 'pydoc' has no option 'language'"):
+        runs.make_run(bad("data", language="fi"))
 
 
 def test_dropout_rates_of_nothing_are_taken_away():
