@@ -51,7 +51,7 @@ class Checkpoints:
 
     Args:
       seal: plain values by name that belong to the state. They are saved with it, and it is not
-        restored beside others. What is not sealed, or was saved without a seal, is not compared.
+        restored beside others. What was saved without a seal is not compared.
     """
 
     def __init__(
@@ -248,10 +248,14 @@ class Checkpoints:
         return content, arrays
 
     def _check_seal(self, saved: Mapping[str, Any]) -> None:
+        if not (saved and self._seal):
+            return
+        # Defaults are not sealed, so that what is on one side only differs as well.
         differences = [
-            f"{name} {value} (as trained) vs {self._seal.get(name, 'absent')} (now)"
-            for name, value in saved.items()
-            if self._seal and self._seal.get(name, "absent") != value
+            f"{name} {saved.get(name, 'by default')} (as trained) vs "
+            f"{self._seal.get(name, 'by default')} (now)"
+            for name in sorted({*saved, *self._seal})
+            if saved.get(name) != self._seal.get(name)
         ]
         if differences:
             raise errors.UsageError(
