@@ -255,8 +255,8 @@ def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
     if name not in declared:
         section, _, key = name.rpartition(".")
         known = [k.rpartition(".")[2] for k in declared if k.rpartition(".")[0] == section]
-        near = difflib.get_close_matches(key, known) or difflib.get_close_matches(name, declared)
-        hint = f"did you mean {' or '.join(near or known)}?"
+        near = difflib.get_close_matches(key, known) or known
+        hint = f"did you mean {' or '.join(near or difflib.get_close_matches(name, declared))}?"
         raise errors.UsageError(f"config.{name} is read by nothing; {hint}")
     *sections, last = name.split(".")
     try:

@@ -22,6 +22,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.training import checkpoints, leaves, signals, workdirs
+from tests import resolved_configs
 
 
 class Carry(NamedTuple):
@@ -458,6 +459,23 @@ def test_config_is_read_as_it_was_written(tmp_path):
     assert len(starts) == 2 and starts[0]["jax"] == jax.__version__
     with pytest.raises(errors.UsageError, match="vocabulary"):
         workdirs.write_run_files(tmp_path, config, '["b"]')
+
+
+def test_a_workdir_of_an_earlier_version_has_the_defaults_of_later_keys(tmp_path):
+    """The recorded configs are from before the base config: without most keys."""
+    recorded = json.loads(resolved_configs.PATH.read_text())["ptb.py"]
+    values: dict = {"_types": {"model.hidden_size": "int"}}
+    for name, value in recorded["values"].items():
+        section, _, key = name.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[key] = value
+    assert "layer_norm" not in values["model"] and "momentum" not in values["optimizer"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = configs.load_config(str(resolved_configs.ROOT / "experiments" / "ptb.py"))
+    workdirs.check_config(tmp_path, config)
+    assert workdirs.read_config(tmp_path).model.layer_norm is False
+    config.model.layer_norm = True
+    with pytest.raises(errors.UsageError, match=r"layer_norm: False \(in the workdir\) vs True"):
+        workdirs.check_config(tmp_path, config)
 
 
 def test_another_config_is_refused_with_the_difference(tmp_path):
