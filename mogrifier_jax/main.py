@@ -48,12 +48,13 @@ _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _JSON = flags.DEFINE_string("json", None, "For preflight, inspect, config: a file for JSON.")
 _PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
-_LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
-_TOP_K = flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
-_TOP_P = flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
-_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw at once.")
-_SEED = flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
+flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
+flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
+flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
+flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
+flags.DEFINE_float("min_p", None, "For sample: only with this share of the likeliest.")
+flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw at once.")
+flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
 _OUTPUT = flags.DEFINE_string("output", None, "For export: the file, as name.safetensors.")
 _SET = flags.DEFINE_string("set", None, "For sweep: which sets of the experiment, as a,b.")
 _SEEDS = flags.DEFINE_string("seeds", "1", "For sweep: of the runs, as 1,2,3.")
@@ -186,16 +187,8 @@ def sample() -> None:
     """Draws text from the run in --workdir."""
     from mogrifier_jax.evaluation import sample as sampling
 
-    sampling.run(
-        _WORKDIR.value or "",
-        prompt=_PROMPT.value,
-        length=_LENGTH.value,
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
-        num_samples=_NUM_SAMPLES.value,
-        seed=_SEED.value,
-    )
+    options: dict[str, Any] = {name: FLAGS[name].value for name in sampling.Sampling._fields}
+    sampling.run(_WORKDIR.value or "", sampling.Sampling(**options), _PROMPT.value)
 
 
 def export() -> None:
@@ -255,7 +248,7 @@ def train() -> None:
         from mogrifier_jax.evaluation import sample as sampling
 
         print("A sample of what it has learnt:\n")
-        sampling.run(workdir, length=400, temperature=0.7)
+        sampling.run(workdir, sampling.Sampling(length=400, temperature=0.7))
 
 
 def tune() -> None:

@@ -191,7 +191,8 @@ def test_generated_texts_begin_with_the_prompt(model, capsys, workdir):
     for text in texts:
         assert text.startswith("ab x\n") and len(text) == 35
     assert texts == model.generate("ab x\n", length=30, temperature=0.5, num_samples=2, seed=3)
-    sample.run(str(workdir), prompt="ab x\n", length=30, temperature=0.5, num_samples=2, seed=3)
+    options = sample.Sampling(length=30, temperature=0.5, num_samples=2, seed=3)
+    sample.run(str(workdir), options, "ab x\n")
     printed = capsys.readouterr().out
     assert printed == f"--- sample 1\n{texts[0]}\n--- sample 2\n{texts[1]}\n"
     assert len(model.generate(length=7)[0]) == 7

@@ -6,8 +6,9 @@ that the program is the same for every prompt. `trained.py` has the same for Pyt
 """
 
 import functools
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,48 @@ from mogrifier_jax.nn import models
 CHUNK = 16  # Steps of one dispatch.
 
 
+class Sampling(NamedTuple):
+    """How text is drawn: the options of `--mode=sample` and `TrainedModel.generate`.
+
+    The temperature divides the logits, so that values below 1 sharpen. It is a traced number;
+    what restricts the tokens is compiled.
+    """
+
+    length: int = 300  # Tokens to draw.
+    temperature: float = 1.0
+    top_k: int | None = None  # Only the likeliest tokens, so many.
+    top_p: float | None = None  # Only the likeliest tokens that together have this probability.
+    min_p: float | None = None  # Only tokens with this share of the likeliest one's probability.
+    num_samples: int = 1
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuses what cannot be drawn, before anything is loaded or compiled."""
+        length, temperature, top_k, top_p, min_p, num_samples, _ = self
+        rules = (
+            (length >= 1, f"length {length} must be at least 1 token; try 300"),
+            (temperature > 0, f"temperature {temperature} must be above 0; try 0.7"),
+            (top_k is None or top_k >= 1, f"top_k {top_k} must be at least 1, or left out"),
+            (top_p is None or 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1], or left out"),
+            (min_p is None or 0 < min_p <= 1, f"min_p {min_p} must be in (0, 1], or left out"),
+            (num_samples >= 1, f"num_samples {num_samples} must be at least 1"),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise errors.UsageError(message)
+
+    def restrict(self, logits: jax.Array) -> jax.Array:
+        """Leaves the tokens that may be drawn; these logits are divided by the temperature."""
+        logits = restrict(logits, self.top_k, self.top_p)
+        if self.min_p is not None:
+            least = logits.max(-1, keepdims=True) + math.log(self.min_p)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return logits
+
+
+DEFAULTS = Sampling()
+
+
 class Sampler:
     """Draws from one model; compiles for a number of samples, whatever prompt and length."""
 
@@ -31,37 +74,27 @@ class Sampler:
             )
         self.vocabulary, self._model, self._params = vocab, model, params
         advance = functools.partial(_advance, model)
-        self._advance = jax.jit(advance, static_argnames=("top_k", "top_p"))
+        self._advance = jax.jit(advance, static_argnames="sampling")
 
     def draw(
-        self,
-        *,
-        prompt: str | None = None,
-        length: int = 300,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        num_samples: int = 1,
-        seed: int = 0,
+        self, sampling: Sampling = DEFAULTS, prompt: str | None = None
     ) -> Iterator[np.ndarray]:
-        """Ids drawn by each dispatch, [B, at most CHUNK], until there are `length`.
+        """Ids drawn by each dispatch, [B, at most CHUNK], until there are as many as asked for.
 
-        Args:
-          prompt: how the text begins; None draws from the beginning of a line.
-          temperature: divides the logits, so that values below 1 sharpen.
-          top_k: draws only from the likeliest tokens, so many.
-          top_p: draws only from the likeliest tokens that together have this probability.
+        `prompt` is how the text begins; None draws from the beginning of a line.
         """
-        check(length, temperature, top_k, top_p, num_samples)
+        sampling.check()
         ids = np.append(self.vocabulary.eos_id, encode_prompt(self.vocabulary, prompt))
-        return self._draw(ids, length, temperature, top_k, top_p, num_samples, seed)
+        return self._draw(ids, sampling)
 
-    def _draw(self, ids, length, temperature, top_k, top_p, num_samples, seed):
-        total = len(ids) + length
+    def _draw(self, ids, sampling):
+        total, num_samples = len(ids) + sampling.length, sampling.num_samples
         forced = np.full(total + CHUNK, -1, np.int32)
         forced[: len(ids)] = ids
-        variables, key = {"params": self._params}, jax.random.key(seed)
+        variables, key = {"params": self._params}, jax.random.key(sampling.seed)
         carry = initial_carry(self._model, self._params, num_samples)
+        # Only what restricts the tokens is compiled.
+        fixed = DEFAULTS._replace(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         logits = place(jnp.zeros((num_samples, len(self.vocabulary))), self._params)
         for first in range(0, total, CHUNK):
             tokens, logits, carry = self._advance(
@@ -70,9 +103,8 @@ class Sampler:
                 carry,
                 jax.random.fold_in(key, first),
                 forced[first : first + CHUNK],
-                jnp.float32(temperature),
-                top_k=top_k,
-                top_p=top_p,
+                jnp.float32(sampling.temperature),
+                sampling=fixed,
             )
             drawn = np.asarray(tokens)[:, max(0, len(ids) - first) : total - first]
             if drawn.size:
@@ -89,13 +121,13 @@ def place(tree: Any, params: Any) -> Any:
     return jax.device_put(tree, jax.tree.leaves(params)[0].sharding)
 
 
-def _advance(model, variables, logits, carry, key, forced, temperature, *, top_k, top_p):
+def _advance(model, variables, logits, carry, key, forced, temperature, *, sampling):
     """CHUNK steps: the tokens [B, CHUNK], and the logits and carry after them."""
 
     def body(state, step):
         logits, carry = state
         key, forced = step
-        drawn = jax.random.categorical(key, restrict(logits / temperature, top_k, top_p))
+        drawn = jax.random.categorical(key, sampling.restrict(logits / temperature))
         tokens = jnp.where(forced < 0, drawn, forced)
         logits, carry = model.apply(variables, tokens[:, None], carry, method="logits")
         return (logits[:, 0].astype(jnp.float32), carry), tokens
@@ -118,26 +150,6 @@ def restrict(logits: jax.Array, top_k: int | None, top_p: float | None) -> jax.A
     return logits
 
 
-def check(
-    length: int = 1,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    num_samples: int = 1,
-) -> None:
-    """Refuses what cannot be drawn, before anything is loaded or compiled."""
-    rules = (
-        (length >= 1, f"length {length} must be at least 1 token; try 300"),
-        (temperature > 0, f"temperature {temperature} must be above 0; try 0.7"),
-        (top_k is None or top_k >= 1, f"top_k {top_k} must be at least 1, or left out"),
-        (top_p is None or 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1], or left out"),
-        (num_samples >= 1, f"num_samples {num_samples} must be at least 1"),
-    )
-    for holds, message in rules:
-        if not holds:
-            raise errors.UsageError(message)
-
-
 def encode_prompt(vocab: vocabulary.Vocabulary, prompt: str | None) -> np.ndarray:
     """The ids of a prompt; one that is empty, or has what the vocabulary lacks, is refused."""
     if prompt is None:
@@ -156,19 +168,16 @@ def encode_prompt(vocab: vocabulary.Vocabulary, prompt: str | None) -> np.ndarra
     return ids.astype(np.int32)
 
 
-def run(
-    workdir: str, *, prompt: str | None = None, num_samples: int = 1, seed: int = 0, **options: Any
-) -> None:
+def run(workdir: str, sampling: Sampling = DEFAULTS, prompt: str | None = None) -> None:
     """`--mode=sample`: one sample streams to the terminal, several follow each other."""
     if not workdir:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
-    check(num_samples=num_samples, **options)
+    sampling.check()
     trained = pretrained.load_weights(workdir)
     vocab = trained.vocabulary
-    sampler = Sampler(trained.model, trained.params, vocab)
-    drawn = sampler.draw(prompt=prompt, num_samples=num_samples, seed=seed, **options)
+    drawn = Sampler(trained.model, trained.params, vocab).draw(sampling, prompt)
     begin = encode_prompt(vocab, prompt)
-    if num_samples == 1:
+    if sampling.num_samples == 1:
         show(vocab, begin, drawn)
         return
     for index, ids in enumerate(np.concatenate(list(drawn), axis=1)):

@@ -117,34 +117,19 @@ class TrainedModel:
         unknown = self.vocabulary.find_unknown(text)
         return Score(self._spell(ids), nats[: len(ids)].astype(np.float32), unknown)
 
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        length: int = 300,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        num_samples: int = 1,
-        seed: int = 0,
-    ) -> list[str]:
+    def generate(self, prompt: str | None = None, **options: Any) -> list[str]:
         """Texts that begin with the prompt and go on for `length` tokens, one for each sample.
 
         Args:
           prompt: None starts at the beginning of a line.
-          temperature: divides the logits, so that values below 1 sharpen.
-          top_k: draws only from the likeliest tokens, so many.
-          top_p: draws only from the likeliest tokens that together have this probability.
+          options: `length`, `temperature` (it divides the logits: below 1 sharpens), `top_k`,
+            `top_p`, `min_p`, `num_samples` and `seed`, as `sample.Sampling` has them.
         """
-        drawn = self._sampler.draw(
-            prompt=prompt,
-            length=length,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            num_samples=num_samples,
-            seed=seed,
-        )
+        unknown = options.keys() - set(sample.Sampling._fields)
+        if unknown:
+            known = ", ".join(sample.Sampling._fields)
+            raise TypeError(f"generate has no option {', '.join(sorted(unknown))}; it has {known}")
+        drawn = self._sampler.draw(sample.Sampling(**options), prompt)
         begin = sample.encode_prompt(self.vocabulary, prompt)
         rows = np.concatenate(list(drawn), axis=1)
         return [self.vocabulary.decode(np.concatenate([begin, ids])) for ids in rows]

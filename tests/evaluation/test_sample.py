@@ -34,8 +34,13 @@ def make_sampler(level="character", initial_state=False):
     return sample.Sampler(model, jax.tree.map(lambda p: 6 * p + 0.1, params), vocab)
 
 
-def draw(sampler=None, **options):
-    return np.concatenate(list((sampler or make_sampler()).draw(**options)), axis=1)
+def draw(sampler=None, prompt=None, **options):
+    drawn = (sampler or make_sampler()).draw(sample.Sampling(**options), prompt)
+    return np.concatenate(list(drawn), axis=1)
+
+
+def run(prompt=None, **options):
+    sample.run("runs/x", sample.Sampling(**options), prompt)
 
 
 @functools.cache
@@ -107,10 +112,18 @@ def test_only_likely_tokens_are_drawn():
 )
 def test_restrict(top_k, top_p, left):
     logits = jnp.log(jnp.array([[0.05, 0.6, 0.1, 0.25], [0.6, 0.25, 0.1, 0.05]]))
-    found = sample.restrict(logits, top_k, top_p)
+    found = sample.Sampling(top_k=top_k, top_p=top_p).restrict(logits)
     assert np.isfinite(found).sum(-1).tolist() == [left, left]
     order = np.argsort(-logits[0])
     assert np.isfinite(found[0, order[:left]]).all()
+
+
+@pytest.mark.parametrize(("min_p", "left"), [(None, 4), (0.1, 3), (0.4, 2), (0.5, 1), (1.0, 1)])
+def test_min_p_leaves_tokens_by_their_share_of_the_likeliest(min_p, left):
+    logits = jnp.log(jnp.array([[0.05, 0.6, 0.1, 0.25], [0.6, 0.25, 0.1, 0.05]]))
+    found = np.isfinite(sample.Sampling(min_p=min_p).restrict(logits))
+    assert found.sum(-1).tolist() == [left, left]
+    assert found[0, np.argsort(-logits[0])[:left]].all()
 
 
 @pytest.mark.slow
@@ -159,19 +172,19 @@ def loaded(monkeypatch):
 
 @pytest.mark.slow
 def test_one_sample_streams_and_several_follow_each_other(loaded, capsys, monkeypatch):
-    sample.run("runs/x", prompt="ab", length=40, temperature=1.0, seed=3)
+    run(prompt="ab", length=40, temperature=1.0, seed=3)
     text = capsys.readouterr().out
     ids = np.concatenate([VOCAB.encode("ab"), draw(prompt="ab", length=40, seed=3)[0]])
     assert text == VOCAB.decode(ids) + "\n" and text.startswith("ab")
     printed = []
     monkeypatch.setattr("builtins.print", lambda *args, **options: printed.append(options))
-    sample.run("runs/x", prompt="ab", length=40)
+    run(prompt="ab", length=40)
     assert len(printed) == 4 and all(options["flush"] for options in printed[:-1])
     monkeypatch.undo()
 
 
 def test_several_samples_are_numbered(loaded, capsys):
-    sample.run("runs/x", prompt="ab", length=20, num_samples=2)
+    run(prompt="ab", length=20, num_samples=2)
     lines = capsys.readouterr().out
     first, second = lines.removeprefix("--- sample 1\n").split("\n--- sample 2\n")
     rows = draw(prompt="ab", length=20, num_samples=2)
@@ -190,6 +203,7 @@ def test_several_samples_are_numbered(loaded, capsys):
         ({"top_k": 0}, "top_k 0 must be at least 1, or left out"),
         ({"top_p": 0.0}, "top_p 0.0 must be in (0, 1], or left out"),
         ({"top_p": 1.5}, "top_p 1.5 must be in (0, 1], or left out"),
+        ({"min_p": 0.0}, "min_p 0.0 must be in (0, 1], or left out"),
         ({"num_samples": 0}, "num_samples 0 must be at least 1"),
         ({"prompt": ""}, "the prompt '' is empty; leave it out to start from the beginning"),
         ({"prompt": "abZü"}, "the prompt has 'Z', 'ü', which the training text did not have"),
@@ -197,10 +211,12 @@ def test_several_samples_are_numbered(loaded, capsys):
 )
 def test_what_cannot_be_drawn_is_refused_at_once(loaded, options, words):
     with pytest.raises(errors.UsageError) as refused:
-        make_sampler().draw(**options)  # Nothing is drawn from what it returns.
+        prompt = options.get("prompt")
+        rest = {key: value for key, value in options.items() if key != "prompt"}
+        make_sampler().draw(sample.Sampling(**rest), prompt)  # Nothing is drawn of what it gives.
     assert words in str(refused.value)
     with pytest.raises(errors.UsageError) as refused:
-        sample.run("runs/x", **options)
+        run(**options)
     assert words in str(refused.value)
 
 
