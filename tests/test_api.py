@@ -156,7 +156,7 @@ def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     assert score.unknown == []
     # The temperature is the checkpoint's unless given, and the state is carried over windows.
     assert model.temperature == 0.9
-    assert abs(model.score(SOME, temperature=1.0).nats_per_token - row["nats"]) > 1e-4
+    assert abs(model.score(SOME, logit_scale=1.0).nats_per_token - row["nats"]) > 1e-4
     late = model.score(SOME[trained.WINDOW :])
     assert abs(late.nats - score.nats[trained.WINDOW :]).max() > 1e-4
 
@@ -175,7 +175,7 @@ def test_a_score_is_of_what_is_there(model):
 def test_scores_of_all_texts_share_a_program(model):
     model.score("ab x\n")
     size = model._nats._cache_size()
-    model.score(SOME, temperature=0.5)
+    model.score(SOME, logit_scale=0.5)
     model.score("a")
     assert model._nats._cache_size() == size == 1
     model.generate("a", length=2 * sample.CHUNK)
@@ -229,7 +229,7 @@ def test_what_cannot_be_done_is_explained(model, workdir, tmp_path, monkeypatch)
         (lambda: mogrifier_jax.load(workdir, "first"), "checkpoint 'first' is unknown"),
         (lambda: model.score(""), "the text '' has no tokens"),
         (lambda: model.gates(""), "the text '' has no tokens"),
-        (lambda: model.score("ab", temperature=0.0), "temperature 0.0 must be above 0"),
+        (lambda: model.score("ab", logit_scale=0.0), "logit_scale 0.0 must be above 0"),
         (lambda: model.generate("ab", length=-1), "length -1 must be at least 1"),
         (lambda: model.generate(""), "the prompt '' is empty"),
     ):

@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 class DynamicEvaluation:
-    """Scores a plan with adapting weights; compiles once for any weights, settings, temperature.
+    """Scores a plan with adapting weights; compiles once for any weights, settings, logit scale.
 
     Args:
       plan: usually one stripe; on one device or on every device of the mesh.
@@ -109,7 +109,7 @@ class DynamicEvaluation:
         self,
         params: Any,
         settings: Sequence[Settings],
-        temperature: float = 1.0,
+        logit_scale: float = 1.0,
         max_windows: int | None = None,
         title: str = "",
     ) -> list[Outcome]:
@@ -118,7 +118,7 @@ class DynamicEvaluation:
         for block in self._blocks(len(settings)):
             stacked = stack_settings([settings[i] for i in block])
             keys = montecarlo.sample_keys(jax.random.key(0), len(block))
-            nats, _ = self.run(params, stacked, keys, temperature, None, max_windows, title)
+            nats, _ = self.run(params, stacked, keys, logit_scale, None, max_windows, title)
             outcomes += [self.outcome(nats[:, i]) for i in range(len(block))]
         return outcomes
 
@@ -128,7 +128,7 @@ class DynamicEvaluation:
         setting: Settings,
         key: jax.Array,
         samples: int,
-        temperature: float = 1.0,
+        logit_scale: float = 1.0,
         multiplier: float = 1.0,
         max_windows: int | None = None,
         title: str = "",
@@ -143,7 +143,7 @@ class DynamicEvaluation:
             stacked = stack_settings([setting] * len(block))
             label = f"{title}, samples {block[0] + 1} to {block[-1] + 1}" if title else ""
             nats, _ = self.run(
-                params, stacked, keys[np.asarray(block)], temperature, rates, max_windows, label
+                params, stacked, keys[np.asarray(block)], logit_scale, rates, max_windows, label
             )
             log_p = np.logaddexp(log_p, np.logaddexp.reduce(-nats.astype(np.float64), axis=1))
         mean = math.log(samples) - log_p
@@ -154,7 +154,7 @@ class DynamicEvaluation:
         params: Any,
         settings: Settings,
         keys: jax.Array,
-        temperature: float = 1.0,
+        logit_scale: float = 1.0,
         rates: models.Dropout | None = None,
         max_windows: int | None = None,
         title: str = "",
@@ -170,7 +170,7 @@ class DynamicEvaluation:
         def run(state, first, windows):
             return self._run(
                 *(*state, params, self._statistics, self.plan.stream, first, windows),
-                *(settings, temperature, rates, keys),
+                *(settings, logit_scale, rates, keys),
             )
 
         windows = evaluate.limit(self.plan, max_windows)
@@ -203,7 +203,7 @@ def adapt_windows(
     first,
     count,
     settings,
-    temperature,
+    logit_scale,
     rates,
     keys,
     *,
@@ -222,7 +222,7 @@ def adapt_windows(
                     batch,
                     carry,
                     rates,
-                    temperature,
+                    logit_scale,
                     rngs=rngs,
                     method="batch_nats",
                 )

@@ -3,7 +3,7 @@
 Axes: K blocks of M samples, W windows of one dispatch, B stripes, T time, V vocabulary.
 
 Every sample is a pass of its own, with its own state and masks. With p_s(v) the probability
-of v under the masks of sample s, the softmax temperature applied inside, the averages are
+of v under the masks of sample s, the logit scale applied inside, the averages are
 
     arithmetic              1/S Σ p_s(v), which sums to one: only the target is needed
     geometric               exp(1/S Σ log p_s(v)), renormalised over v; of an ordinary softmax
@@ -76,7 +76,7 @@ def make_average(kind: str = "arithmetic", power: float = 0.5) -> Average:
 
 
 class MonteCarlo:
-    """Scores weights by S dropped-out passes; compiles once for any weights, temperature, rates.
+    """Scores weights by S dropped-out passes; compiles once for any weights, logit scale, rates.
 
     Args:
       plan: on one device or on every device of the mesh: its stripes are not split.
@@ -132,7 +132,7 @@ class MonteCarlo:
     def __call__(
         self,
         params: Any,
-        temperature: float = 1.0,
+        logit_scale: float = 1.0,
         max_windows: int | None = None,
         title: str = "",
         multiplier: float = 1.0,
@@ -146,7 +146,7 @@ class MonteCarlo:
         def run(carry, first, windows):
             return self._run(
                 *(params, self.plan.stream, carry, first, windows),
-                *(temperature, rates, self._keys, self._weights),
+                *(logit_scale, rates, self._keys, self._weights),
             )
 
         windows = evaluate.limit(self.plan, max_windows)
@@ -165,7 +165,7 @@ def sample_windows(
     carry,
     first,
     count,
-    temperature,
+    logit_scale,
     rates,
     keys,
     weights,
@@ -182,7 +182,7 @@ def sample_windows(
         def one(carry, key):
             rngs = {"dropout": jax.random.fold_in(key, index)}
             found, carry = model.apply(
-                {"params": params}, batch, carry, rates, temperature, rngs=rngs, method=method
+                {"params": params}, batch, carry, rates, logit_scale, rngs=rngs, method=method
             )
             return carry, found if average.whole else -found[..., None]
 
@@ -205,13 +205,13 @@ def sample_windows(
     )
 
 
-def log_probabilities(model, batch, carry, rates, temperature):
+def log_probabilities(model, batch, carry, rates, logit_scale):
     """log p of all tokens [B, T, V] under dropout, and the carry; a method for `apply`."""
     start = None if carry == () else carry
     steps = jnp.arange(batch.inputs.shape[1])[:, None]
     valid = None if batch.lengths is None else steps < batch.lengths[None]
     end, hs = model.run(batch.inputs, start, valid, rates)
-    log_p = jax.nn.log_softmax(model.softmax.logits(hs, model.embedding, temperature, rates))
+    log_p = jax.nn.log_softmax(model.softmax.logits(hs, model.embedding, logit_scale, rates))
     return jnp.swapaxes(log_p, 0, 1), () if start is None else end
 
 

@@ -69,7 +69,7 @@ class TrainedModel:
         self.vocabulary: vocabulary.Vocabulary = loaded.vocabulary
         self.model: models.LanguageModel = model
         self.params: Any = loaded.params
-        self.temperature: float = loaded.temperature or 1.0  # Of scores.
+        self.temperature: float = loaded.temperature or 1.0  # The logit scale of scores.
         self.info: dict[str, Any] = loaded.info
         self._loaded = loaded
         self._sampler = sample.Sampler(model, loaded.params, loaded.vocabulary)
@@ -84,24 +84,25 @@ class TrainedModel:
         """Writes the model to one safetensors file, which `load` reads; see `pretrained.py`."""
         pretrained.save_file(self._loaded._replace(params=self.params), path)
 
-    def score(self, text: str | bytes, *, temperature: float | None = None) -> Score:
+    def score(self, text: str | bytes, *, logit_scale: float | None = None) -> Score:
         """-log p of every token of a text, read from the beginning of a line.
 
         It equals `--mode=evaluate --eval.text` on a file with this text. Only what is there
         is scored: the end of the last line counts if the text ends in a newline.
 
         Args:
-          temperature: multiplies the logits; that of the checkpoint unless given.
+          logit_scale: multiplies the logits (the temperature of `generate` divides them); that
+            of the checkpoint unless given.
         """
         if self.config.data.get("episodic"):
             raise errors.UsageError(
                 f"the run in {self.info['workdir']} models lines that stand alone; a text can be "
                 "scored only by a language model that carries its state"
             )
-        if temperature is None:
-            temperature = self.temperature
-        if not temperature > 0:
-            raise errors.UsageError(f"temperature {temperature} must be above 0, or left out")
+        if logit_scale is None:
+            logit_scale = self.temperature
+        if not logit_scale > 0:
+            raise errors.UsageError(f"logit_scale {logit_scale} must be above 0, or left out")
         ids = self._encode(text)
         inputs = np.append(self.vocabulary.eos_id, ids[:-1])
 
@@ -110,7 +111,7 @@ class TrainedModel:
             window, _ = _cut(inputs, first)
             lengths = np.array([length], np.int32)
             return self._nats(
-                {"params": self.params}, window, targets, carry, lengths, None, temperature
+                {"params": self.params}, window, targets, carry, lengths, None, logit_scale
             )
 
         nats = np.concatenate([np.asarray(part)[0] for part in self._windows(run, len(ids))])
