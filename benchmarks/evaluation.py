@@ -23,7 +23,7 @@ from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
-SETTING = dyneval.Settings(learning_rate=1e-5, decay_rate=1e-3, epsilon=1e-5)
+SETTING = dyneval.UpdateRule(learning_rate=1e-5, decay_rate=1e-3, epsilon=1e-5)
 SETTINGS = 8  # Side by side, as in tuning.
 KEY = jax.random.key(0)
 DROPOUT = models.Dropout(input=0.1, state=0.1, output=0.1)

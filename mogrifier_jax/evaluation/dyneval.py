@@ -6,7 +6,7 @@ After each window is scored, with g the gradient of its summed nats, elementwise
 
     θ ← θ - η g / (RMS + ε) + min(1, ρ RMS / m) (θ₀ - θ)
 
-where θ₀ are the trained weights, η, ρ, ε are `Settings`, RMS is the root of the mean squared
+where θ₀ are the trained weights, η, ρ, ε are `UpdateRule`, RMS is the root of the mean squared
 gradient over windows of the training text (`gradstats.py`) and m the mean of RMS over all
 weights. Adaptations differ in their settings or in their dropout masks; each has weights and a
 state of its own. They lie over the mesh axis "data".
@@ -32,7 +32,7 @@ BLOCK_BYTES = 1 << 31  # Memory of adaptations side by side, about, on each devi
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
 
 
-class Settings(NamedTuple):
+class UpdateRule(NamedTuple):
     """What is tuned; numbers, or arrays [A]."""
 
     learning_rate: Any
@@ -108,7 +108,7 @@ class DynamicEvaluation:
     def __call__(
         self,
         params: Any,
-        settings: Sequence[Settings],
+        settings: Sequence[UpdateRule],
         logit_scale: float = 1.0,
         max_windows: int | None = None,
         title: str = "",
@@ -125,7 +125,7 @@ class DynamicEvaluation:
     def sample(
         self,
         params: Any,
-        setting: Settings,
+        setting: UpdateRule,
         key: jax.Array,
         samples: int,
         logit_scale: float = 1.0,
@@ -152,7 +152,7 @@ class DynamicEvaluation:
     def run(
         self,
         params: Any,
-        settings: Settings,
+        settings: UpdateRule,
         keys: jax.Array,
         logit_scale: float = 1.0,
         rates: models.Dropout | None = None,
@@ -248,7 +248,7 @@ def side_by_side(one, *args):
     return jax.tree.map(lambda a: a[None], alone)
 
 
-def update_weights(adapted, params, grads, statistics: gradstats.Statistics, setting: Settings):
+def update_weights(adapted, params, grads, statistics: gradstats.Statistics, setting: UpdateRule):
     """The rule at the top of this module."""
 
     def update(theta, start, g, rms):
@@ -258,12 +258,12 @@ def update_weights(adapted, params, grads, statistics: gradstats.Statistics, set
     return jax.tree.map(update, adapted, params, grads, statistics.rms)
 
 
-def stack_settings(settings: Sequence[Settings]) -> Settings:
-    """Settings with arrays [A]; numbers that cannot be are refused."""
+def stack_settings(settings: Sequence[UpdateRule]) -> UpdateRule:
+    """UpdateRule with arrays [A]; numbers that cannot be are refused."""
     for setting in settings:
         if not (setting.learning_rate >= 0 and setting.decay_rate >= 0 and setting.epsilon > 0):
             raise errors.UsageError(
                 f"dynamic evaluation with {setting} cannot be: the learning rate and the decay "
                 "rate must be at least 0, epsilon above 0"
             )
-    return Settings(*(jnp.asarray(column, jnp.float32) for column in zip(*settings, strict=True)))
+    return UpdateRule(*(jnp.asarray(column, jnp.float32) for column in zip(*settings, strict=True)))

@@ -256,7 +256,7 @@ class Scorer:
         options = self.options.dyneval
         names = ("learning_rates", "decay_rates", "epsilons")
         grid = itertools.product(*(parse_numbers(name, options[name]) for name in names))
-        settings = list(itertools.starmap(dyneval.Settings, grid))
+        settings = list(itertools.starmap(dyneval.UpdateRule, grid))
         if len(settings) == 1:
             return settings[0], {}
         self.require_validation("dyneval settings")
@@ -331,7 +331,7 @@ def best_of(nats: Sequence[float]) -> int:
     return min(range(len(nats)), key=lambda i: nats[i] if math.isfinite(nats[i]) else math.inf)
 
 
-def show_setting(setting: dyneval.Settings) -> str:
+def show_setting(setting: dyneval.UpdateRule) -> str:
     """For a log line."""
     return ", ".join(f"{name} {value:g}" for name, value in setting._asdict().items())
 

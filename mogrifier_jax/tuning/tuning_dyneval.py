@@ -73,7 +73,8 @@ class Adapting:
         scorer, options = self.scorer, self.scorer.options.dyneval
         temperature = scorer.find_temperature(options.batch_size, window)
         settings = [
-            dyneval.Settings(*(t.params[name] for name in dyneval.Settings._fields)) for t in asked
+            dyneval.UpdateRule(*(t.params[name] for name in dyneval.UpdateRule._fields))
+            for t in asked
         ]
         title = f"{len(asked)} settings, window {window}"
         outcomes = scorer.adapter("valid", len(settings))(

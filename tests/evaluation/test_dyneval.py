@@ -14,10 +14,10 @@ from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo
 from mogrifier_jax.nn import models
 from tests import golden
 
-SETTING = dyneval.Settings(learning_rate=1e-3, decay_rate=0.1, epsilon=1e-4)
-OTHER = dyneval.Settings(learning_rate=3e-3, decay_rate=0.01, epsilon=1e-3)
-STILL = dyneval.Settings(learning_rate=0.0, decay_rate=0.1, epsilon=1e-4)
-WILD = dyneval.Settings(learning_rate=1e37, decay_rate=0.0, epsilon=1e-12)
+SETTING = dyneval.UpdateRule(learning_rate=1e-3, decay_rate=0.1, epsilon=1e-4)
+OTHER = dyneval.UpdateRule(learning_rate=3e-3, decay_rate=0.01, epsilon=1e-3)
+STILL = dyneval.UpdateRule(learning_rate=0.0, decay_rate=0.1, epsilon=1e-4)
+WILD = dyneval.UpdateRule(learning_rate=1e37, decay_rate=0.0, epsilon=1e-12)
 DROPOUT = models.Dropout(output=0.4)
 KEY = jax.random.key(5)
 
