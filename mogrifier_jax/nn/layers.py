@@ -1,8 +1,7 @@
-"""Flax modules around the cells: parameters, initialisers, the layer over a window.
+"""Flax modules around the cells: parameters and initialisers.
 
-Axes: T time, B batch, D input features, H hidden features, G gates, K rank. The cells
-follow `nn.RNNCellBase`, so they work in `nn.RNN` and `nn.Bidirectional`; `Layer` runs one
-of them over a [T, B, D] window, by the fast path of `recurrence.py` or a plain `nn.scan`.
+Axes: D input features, H hidden features, G gates, K rank. The cells follow `nn.RNNCellBase`,
+so they work in `nn.RNN` and `nn.Bidirectional`; `rnn.py` runs them over a sequence faster.
 """
 
 import dataclasses
@@ -384,113 +383,6 @@ class Mogrifier(nn.Module):
             rounds.append(self.param(f"round_{i}", init_map, *options))
         weights = recurrence.Taps(rounds, self.dtype).cast
         return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
-
-
-class Layer(nn.Module):
-    """One cell over a window, time first.
-
-    `keep` is the state dropout mask: [B, H] for the whole window or [T, B, H], a new one for
-    each step. `valid` [T, B] is false beyond an example's end, where the output is zero and
-    the state stays as it is.
-    """
-
-    cell: Cell
-    fast: bool = True
-    remat_window: int | None = None
-    unroll: int = 1
-
-    def __call__(
-        self,
-        carry: Any,
-        xs: jax.Array,
-        keep: jax.Array | None = None,
-        scale: jax.Array | None = None,
-        valid: jax.Array | None = None,
-    ) -> tuple[Any, jax.Array]:
-        """(carry, xs [T, B, D]) to (carry, hs [T, B, H])."""
-        self.check_shapes(carry, xs, keep, scale, valid)
-        xs = xs.astype(self.cell.dtype)
-        given = {"keep": keep, "scale": scale, "valid": valid}
-        masks = {name: mask for name, mask in given.items() if mask is not None}
-        moving = {name for name, mask in masks.items() if mask.ndim == 3 or name == "valid"}
-        scanned = {name: masks[name] for name in moving}
-        constant = {name: masks[name] for name in masks.keys() - moving}
-        if not self.fast:
-            run = nn.scan(
-                lambda cell, carry, inputs: _advance(cell, carry, inputs[0], inputs[1], constant),
-                variable_broadcast="params",
-                split_rngs={"params": False},
-                unroll=self.unroll,
-            )
-            return run(self.cell, carry, (xs, scanned))
-        weights, xs = cells.hoist(self.cell.weights(xs.shape[-1]), xs)
-        carry, hs = recurrence.scan(
-            functools.partial(_step, self.cell.cell),
-            weights,
-            carry,
-            xs,
-            scanned,
-            constant,
-            dtype=self.cell.dtype,
-            remat_window=self.remat_window,
-            unroll=self.unroll,
-        )
-        return carry, hs if valid is None else jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
-
-    def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
-        """As a call without dropout, and every gate at every step, [T, B, ...] each."""
-        self.check_shapes(carry, xs)
-        xs = xs.astype(self.cell.dtype)
-        weights = recurrence.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
-
-        def body(carry, x):
-            carry, gates = self.cell.cell(weights, carry, x)
-            return carry, (carry.h, gates)
-
-        carry, (hs, gates) = jax.lax.scan(body, carry, xs)
-        return carry, hs, gates
-
-    def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
-        """Everything that a layer is given fits together."""
-        for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
-            check(value is None or value >= 1, f"{name} {value} must be at least 1")
-        check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
-        self.cell.check_carry(carry, xs.shape[1:])
-        check(
-            (keep is None) == (scale is None),
-            "keep and scale belong together: give 1 / (1 - rate) with the mask, or neither",
-        )
-        if keep is not None:
-            mask = (*xs.shape[:2], self.cell.hidden_size)
-            check(
-                keep.shape in (mask, mask[1:]),
-                f"keep of shape {keep.shape} must be {mask}, or {mask[1:]} for all steps alike",
-            )
-        if valid is not None:
-            check(
-                valid.shape == xs.shape[:2],
-                f"valid of shape {valid.shape} must be [time, batch], here {xs.shape[:2]}",
-            )
-
-
-def _step(cell, params, carry, x, valid=None, **mask):
-    """A step of a pure cell; beyond an example's end the state stays as it is."""
-    after, _ = cell(params, carry, x, **mask)
-    return after if valid is None else _select(valid, after, carry)
-
-
-def _advance(module, carry, x, scanned, constant):
-    """The same through the Flax module, for the plain path; also returns the output."""
-    extras = {**scanned, **constant}
-    valid = extras.pop("valid", None)
-    after, h = module(carry, x, **extras)
-    if valid is None:
-        return after, h
-    return _select(valid, after, carry), jnp.where(valid[:, None], h, jnp.zeros_like(h))
-
-
-def _select(valid, after, before):
-    return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, before)
 
 
 def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:

@@ -13,8 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import cells, layers, sizing, softmax, stack
-from mogrifier_jax.nn.stack import Dropout
+from mogrifier_jax.nn import cells, layers, rnn, sizing, softmax
+from mogrifier_jax.nn.rnn import Dropout
 
 Dtype = Any
 check = layers.check
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
             softmax.normal_by_fan(self.embedding_size),
             (self.vocab_size, self.embedding_size),
         )
-        self.stack = stack.Stack(
+        self.stack = rnn.Stack(
             self.num_layers,
             self.hidden_size,
             self.cell,
@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> Any:
         """What a stream starts from, unless the initial state is trained."""
-        return stack.zero_carry(self, batch_size)
+        return rnn.zero_carry(self, batch_size)
 
     @nn.nowrap
     def example(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class LanguageModel(nn.Module):
         check_tokens("inputs", inputs)
         xs = jnp.take(self.embedding.astype(self.dtype), inputs.T, axis=0)
         if rates.input is not None:
-            xs = stack.dropout(rates.input, xs, self.make_rng("dropout"))
+            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
         return xs
 
 
@@ -211,7 +211,7 @@ class EncoderDecoder(nn.Module):
             softmax.normal_by_fan(self.embedding_size),
             (self.vocab_size, self.embedding_size),
         )
-        self.encoder = stack.Stack(**shared)
+        self.encoder = rnn.Stack(**shared)
         self.decoder = LanguageModel(
             vocab_size=self.vocab_size,
             embedding_size=self.embedding_size,
@@ -259,7 +259,7 @@ class EncoderDecoder(nn.Module):
         check_tokens("source", source)
         xs = jnp.take(self.source_embedding.astype(self.dtype), source.T, axis=0)
         if rates.input is not None:
-            xs = stack.dropout(rates.input, xs, self.make_rng("dropout"))
+            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
         carry = self.encoder.initial_carry(source.shape[0])
         valid = None if source_lengths is None else _valid(source_lengths, source)
         carry, _ = self.encoder(carry, xs, valid, rates)
