@@ -101,9 +101,10 @@ def find(cell: nn.Module) -> Kind:
         raise errors.UsageError(f"{type(cell).__name__} has no counterpart here; {known} have one")
     given: Any = cell
     for name, function in (("gate_fn", nn.sigmoid), ("activation_fn", nn.tanh)):
-        if getattr(given, name, function) is not function:
+        found = getattr(given, name, function)
+        if found is not function:
             raise errors.UsageError(
-                f"{name} {getattr(given, name)} of {type(cell).__name__} is not "
+                f"{name} {getattr(found, '__name__', found)} of {type(cell).__name__} is not "
                 f"{function.__name__}, and ours have no other"
             )
     if getattr(given, "residual", False):

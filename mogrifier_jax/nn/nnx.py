@@ -53,7 +53,7 @@ class Cell(_Shell, nnx.RNNCellBase):
     """What all cells share. `options` are the fields of the linen cell of the same name.
 
     `metadata` goes to the `nnx.Param`s by path, such as
-    `{"gates/input": {"sharding_names": (None, None, "model")}}`.
+    `{"gates/input": {"out_sharding": (None, None, "model")}}`.
     """
 
     linen: type[layers.Cell]
@@ -173,14 +173,30 @@ class RNN(nnx.RNN):
         self,
         cell: Any,
         *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+        state_axes: Any = None,
+        broadcast_rngs: Any = None,
+        rngs: Any = True,
         fast: bool = True,
         remat_window: int | None = None,
         state_dropout: float = 0.0,
         deterministic: bool = False,
-        rngs: Any = True,
-        **options: Any,
     ):
-        super().__init__(cell, rngs=rngs, **options)
+        super().__init__(
+            cell,
+            time_major=time_major,
+            return_carry=return_carry,
+            reverse=reverse,
+            keep_order=keep_order,
+            unroll=unroll,
+            state_axes=state_axes,
+            broadcast_rngs=broadcast_rngs,
+            rngs=rngs,
+        )
         self.fast = fast
         self.remat_window = remat_window
         self.state_dropout = state_dropout
@@ -191,19 +207,31 @@ class RNN(nnx.RNN):
         self,
         inputs: jax.Array,
         *,
+        initial_carry: Any = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
         rngs: Any = None,
         deterministic: bool | None = None,
-        **given: Any,
     ) -> Any:
-        """As `nnx.RNN`, of which `given` are the other arguments."""
+        """As `nnx.RNN`."""
+        given = dict(
+            initial_carry=initial_carry,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+        )
         found = self.in_linen()
         if found is None:
             return super().__call__(inputs, rngs=rngs, **given)
-        names = ("time_major", "return_carry", "reverse", "keep_order", "unroll")
+        names = ("time_major", "return_carry", "reverse", "keep_order", "unroll", "fast")
         module = rnn.RNN(
             found.cell,
             **{name: getattr(self, name) for name in names},
-            fast=self.fast,
             remat_window=self.remat_window,
             state_dropout=self.state_dropout,
             deterministic=self.deterministic if deterministic is None else deterministic,
