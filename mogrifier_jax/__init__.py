@@ -1,9 +1,9 @@
 """Mogrifier LSTM in JAX and Flax: cells for any model, language models, trained runs.
 
-    import jax, jax.numpy as jnp, flax.linen as nn
-    from mogrifier_jax import MogrifierLSTMCell
+    import jax, jax.numpy as jnp
+    from mogrifier_jax import RNN, MogrifierLSTMCell
 
-    rnn = nn.RNN(MogrifierLSTMCell(hidden_size=64, rounds=5, rank=16))
+    rnn = RNN(MogrifierLSTMCell(hidden_size=64, rounds=5, rank=16))
     ys, variables = rnn.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))
 
 What is listed here is the public interface; it is imported when it is first used, so that the

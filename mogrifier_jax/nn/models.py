@@ -69,28 +69,8 @@ class LanguageModel(nn.Module):
             softmax.normal_by_fan(self.embedding_size),
             (self.vocab_size, self.embedding_size),
         )
-        self.stack = rnn.Stack(
-            self.num_layers,
-            self.hidden_size,
-            self.cell,
-            self.cell_options,
-            self.output,
-            self.state_mask,
-            self.trainable_initial_state,
-            self.fast,
-            self.remat_window,
-            self.unroll,
-            self.dtype,
-        )
-        self.softmax = softmax.Softmax(
-            self.vocab_size,
-            self.hidden_size,
-            self.embedding_size,
-            self.mixture_components,
-            self.tied_embeddings,
-            self.max_logits,
-            self.dtype,
-        )
+        self.stack = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
     def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
         """(inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
@@ -194,30 +174,13 @@ class EncoderDecoder(nn.Module):
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts."""
-        shared = dict(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            cell=self.cell,
-            cell_options=self.cell_options,
-            output=self.output,
-            state_mask=self.state_mask,
-            fast=self.fast,
-            remat_window=self.remat_window,
-            unroll=self.unroll,
-            dtype=self.dtype,
-        )
         self.source_embedding = self.param(
             "source_embedding",
             softmax.normal_by_fan(self.embedding_size),
             (self.vocab_size, self.embedding_size),
         )
-        self.encoder = rnn.Stack(**shared)
-        self.decoder = LanguageModel(
-            vocab_size=self.vocab_size,
-            embedding_size=self.embedding_size,
-            max_logits=self.max_logits,
-            **shared,
-        )
+        self.encoder = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.decoder = LanguageModel(**_fields_of(LanguageModel, self))
 
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> tuple[()]:
@@ -264,6 +227,12 @@ class EncoderDecoder(nn.Module):
         valid = None if source_lengths is None else _valid(source_lengths, source)
         carry, _ = self.encoder(carry, xs, valid, rates)
         return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
+
+
+def _fields_of(part: Any, model: nn.Module) -> dict[str, Any]:
+    """The options of a part of a model that the model has under the same names."""
+    names = {field.name for field in dataclasses.fields(part)} - {"parent", "name"}
+    return {name: getattr(model, name) for name in names if hasattr(model, name)}
 
 
 def check_tokens(name: str, tokens: jax.Array) -> None:

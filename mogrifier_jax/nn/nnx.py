@@ -75,7 +75,8 @@ class Cell(_Shell, nnx.RNNCellBase):
 
     def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, inputs [..., in_features]) to (carry, h [..., hidden_features])."""
-        return self.spec.apply({"params": self.params()}, carry, inputs)
+        result: Any = self.spec.apply({"params": self.params()}, carry, inputs)
+        return result
 
     def initialize_carry(
         self, input_shape: tuple[int, ...], rngs: Any = None, carry_init: Any = None
@@ -154,7 +155,8 @@ class Mogrifier(_Shell):
 
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h, each scaled by gates that read the other."""
-        return self.spec.apply({"params": self.params()}, x, h)
+        result: Any = self.spec.apply({"params": self.params()}, x, h)
+        return result
 
 
 class RNN(nnx.RNN):
