@@ -28,7 +28,7 @@ plt.rcParams.update({"figure.figsize": (7, 3), "figure.dpi": 90, "axes.grid": Tr
 # %% [markdown]
 # ## A model
 #
-# `RNN` is Flax's `nn.RNN` with a faster backward pass: the same arguments, parameters and results.
+# `RNN` is Flax's `nn.RNN` with the fast recurrence: the same arguments, parameters and results.
 # `rounds=0` makes the cell an LSTM; `rank` factorises the gating matrices.
 
 

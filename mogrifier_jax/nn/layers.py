@@ -4,7 +4,6 @@ Axes: D input features, H hidden features, G gates, K rank. The cells follow `nn
 so they work in `nn.RNN` and `nn.Bidirectional`; `rnn.py` runs them over a sequence faster.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, recurrence
@@ -71,10 +69,6 @@ class Cell(nn.RNNCellBase):
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
         """Declares the parameters; returns them in the form `cells` reads."""
-        return self.shared_weights(input_size)
-
-    def shared_weights(self, input_size: int) -> dict[str, Any]:
-        """The parameters that every cell may have."""
         self.check_input_size(input_size)
         params: dict[str, Any] = {"gates": self.param("gates", self.init_gates, input_size)}
         if self.scaling:
@@ -206,7 +200,7 @@ class MogrifierLSTMCell(Cell):
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
         """Declares the parameters; returns them in the form `cells` reads."""
-        params = self.shared_weights(input_size)
+        params = super().weights(input_size)
         if self.layer_norm:
             params["cell_norm"] = self.param("cell_norm", self.init_cell_norm)
         return params
@@ -286,10 +280,7 @@ class MogrifierGRUCell(Cell):
 
     rounds: int = 5
 
-    @property
-    def num_gates(self) -> int:
-        """Blocks r, u, n."""
-        return 3
+    num_gates = 3  # Blocks r, u, n.
 
     @property
     def cell(self) -> Callable:
@@ -313,10 +304,7 @@ class MogrifierElmanCell(Cell):
 
     rounds: int = 5
 
-    @property
-    def num_gates(self) -> int:
-        """One block."""
-        return 1
+    num_gates = 1
 
     @property
     def cell(self) -> Callable:
@@ -338,17 +326,6 @@ def find_cell(name: str) -> Callable[..., Cell]:
     """The cell of this name."""
     check(name in CELLS, f"cell {name!r} is not known; use one of {', '.join(CELLS)}")
     return CELLS[name]
-
-
-def accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that this kind of cell has; the others are named in a warning."""
-    make = find_cell(cell)
-    kind: Any = getattr(make, "func", make)
-    names = {field.name for field in dataclasses.fields(kind)}
-    ignored = sorted(options.keys() - names)
-    if ignored:
-        logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
-    return {name: value for name, value in options.items() if name in names}
 
 
 class Mogrifier(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from mogrifier_jax.nn import cells, layers, rnn, sizing, softmax
 from mogrifier_jax.nn.rnn import Dropout
@@ -283,7 +284,7 @@ def make_model(
     make = functools.partial(
         kind,
         vocab_size=vocab_size,
-        cell_options=layers.accepted_options(options.get("cell", kind.cell), cell_options),
+        cell_options=_accepted_options(options.get("cell", kind.cell), cell_options),
         dtype=jnp.dtype(dtype),
         **{name: value for name, value in options.items() if name in of_model},
     )
@@ -298,6 +299,17 @@ def make_model(
         )
     embedding_size = sizing.embedding_size(hidden_size, embedding_ratio)
     return make(hidden_size=hidden_size, embedding_size=embedding_size)
+
+
+def _accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that this kind of cell has; the others are named in a warning."""
+    make = layers.find_cell(cell)
+    kind: Any = getattr(make, "func", make)
+    names = {field.name for field in dataclasses.fields(kind)}
+    ignored = sorted(options.keys() - names)
+    if ignored:
+        logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
+    return {name: value for name, value in options.items() if name in names}
 
 
 def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
