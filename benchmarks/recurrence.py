@@ -28,8 +28,7 @@ import jax.numpy as jnp
 
 from benchmarks import timing
 from mogrifier_jax.data import streams
-from mogrifier_jax.nn import models
-from mogrifier_jax.nn import stack as stacks
+from mogrifier_jax.nn import models, rnn
 from mogrifier_jax.preflight import flops
 from mogrifier_jax.training import averaging, optim, runtime, steps
 
@@ -121,8 +120,8 @@ def jax_recurrence(size: Size, fast: bool) -> Callable[[], object]:
     """Gradients of our stack alone."""
     model = make_model(size, fast)
     options = dict(cell_options=model.cell_options, output="last", fast=fast)
-    stack = stacks.Stack(size.num_layers, size.hidden, **options)
-    carry = stacks.zero_carry(stack, size.batch)
+    stack = rnn.Stack(size.num_layers, size.hidden, **options)
+    carry = rnn.zero_carry(stack, size.batch)
     xs = jax.random.normal(jax.random.key(1), (size.window, size.batch, size.hidden))
     params = jax.jit(stack.init)(jax.random.key(0), carry, xs)["params"]
 

@@ -1,4 +1,4 @@
-r"""Forecasting a time series: the cell in `nn.RNN`, on waves whose pace changes all the time.
+r"""Forecasting a time series: the cell in `RNN`, on waves whose pace changes all the time.
 
     python examples/forecasting.py
 
@@ -26,7 +26,7 @@ class Forecaster(nn.Module):
     @nn.compact
     def __call__(self, values, carry=None):
         """Starts from a zero carry unless one is given."""
-        carry, ys = nn.RNN(self.cell, return_carry=True)(values, initial_carry=carry)
+        carry, ys = mogrifier_jax.RNN(self.cell, return_carry=True)(values, initial_carry=carry)
         return nn.Dense(1)(ys), carry
 
 

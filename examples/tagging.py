@@ -26,9 +26,11 @@ class Tagger(nn.Module):
     @nn.compact
     def __call__(self, digits, lengths):
         """Positions beyond a sequence's length mean nothing."""
-        rnn = nn.RNN(mogrifier_jax.MogrifierLSTMCell(hidden_size=24, rounds=4, rank=8))
+        rnn = mogrifier_jax.RNN(mogrifier_jax.MogrifierLSTMCell(hidden_size=24, rounds=4, rank=8))
         if self.both:
-            rnn = nn.Bidirectional(rnn, nn.RNN(mogrifier_jax.MogrifierLSTMCell(24, 4, 8)))
+            rnn = nn.Bidirectional(
+                rnn, mogrifier_jax.RNN(mogrifier_jax.MogrifierLSTMCell(24, 4, 8))
+            )
         ys = rnn(nn.Embed(10, 8)(digits), seq_lengths=lengths)
         return nn.Dense(1)(ys)[..., 0]
 

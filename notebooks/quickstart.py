@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 import mogrifier_jax
-from mogrifier_jax import MogrifierLSTMCell, configs
+from mogrifier_jax import RNN, MogrifierLSTMCell, configs
 from mogrifier_jax.training import train
 
 QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Seconds instead of minutes: for tests.
@@ -28,8 +28,8 @@ plt.rcParams.update({"figure.figsize": (7, 3), "figure.dpi": 90, "axes.grid": Tr
 # %% [markdown]
 # ## A model
 #
-# `MogrifierLSTMCell` is an `nn.RNNCellBase`, so `nn.RNN` and `nn.Bidirectional` take it as they
-# take Flax's own cells. `rounds=0` makes it an LSTM; `rank` factorises the gating matrices.
+# `RNN` is Flax's `nn.RNN` with the fast recurrence: the same arguments, parameters and results.
+# `rounds=0` makes the cell an LSTM; `rank` factorises the gating matrices.
 
 
 # %%
@@ -40,7 +40,7 @@ class CharacterModel(nn.Module):
     @nn.compact
     def __call__(self, tokens, carry=None):
         x = nn.Embed(self.vocab_size, 64)(tokens)
-        rnn = nn.RNN(MogrifierLSTMCell(128, rounds=self.rounds, rank=16), return_carry=True)
+        rnn = RNN(MogrifierLSTMCell(128, rounds=self.rounds, rank=16), return_carry=True)
         carry, y = rnn(x, initial_carry=carry)
         return nn.Dense(self.vocab_size)(y), carry
 

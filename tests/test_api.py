@@ -25,7 +25,8 @@ LENGTHS = np.array([5, 2, 3, 1, 5, 4, 3, 2])
 
 
 def test_names():
-    expected = {*CELLS, "Mogrifier", "LanguageModel", "load", "TrainedModel"}
+    expected = {*CELLS, "Mogrifier", "RNN", "LanguageModel", "load", "TrainedModel"}
+    expected |= {"from_flax", "from_pytorch", "nnx"}
     assert set(mogrifier_jax.__all__) == expected <= set(dir(mogrifier_jax))
     for name in expected:
         assert getattr(mogrifier_jax, name).__doc__
@@ -34,7 +35,7 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    "name", quick.mostly_slow([*CELLS, "Mogrifier", "LanguageModel"], "Mogrifier")
+    "name", quick.mostly_slow([*CELLS, "Mogrifier", "RNN", "LanguageModel"], "Mogrifier")
 )
 def test_examples_of_docstrings_run(name, monkeypatch):
     """`load` has its example in the README."""
@@ -42,6 +43,22 @@ def test_examples_of_docstrings_run(name, monkeypatch):
     module = sys.modules[getattr(mogrifier_jax, name).__module__]
     (test,) = (t for t in doctest.DocTestFinder().find(module) if t.name.endswith(f".{name}"))
     assert test.examples and not doctest.DocTestRunner().run(test).failed
+
+
+@pytest.mark.parametrize("name", ["Mogrifier", "MogrifierLSTMCell", "RNN"])
+def test_examples_of_nnx_run(name):
+    cases = doctest.DocTestFinder().find(sys.modules[mogrifier_jax.nnx.RNN.__module__])
+    (test,) = (t for t in cases if t.name.endswith(f".{name}"))
+    assert test.examples and not doctest.DocTestRunner().run(test).failed
+
+
+def test_modules_can_be_imported_from_the_package():
+    from mogrifier_jax import from_flax, from_pytorch, nnx
+
+    assert from_flax.convert and from_pytorch.convert
+    names = {*CELLS, "Mogrifier", "RNN"}
+    assert names == {name for name in vars(nnx) if not name.startswith("_")}
+    assert not issubclass(nnx.LSTMCell, mogrifier_jax.LSTMCell)
 
 
 # Cells in other people's models.

@@ -61,6 +61,18 @@ def test_tagging_learns(load, capsys):
 
 
 @pytest.mark.slow
+def test_adding_learns_in_nnx(load, capsys):
+    example = load("adding_nnx.py")
+    example.TIME = 4
+    xs, sums = example.make_batch(jax.random.key(0), 5)
+    assert xs.shape == (5, 4, 2) and (xs[..., 1].sum(1) == 2).all()
+    np.testing.assert_allclose(np.where(xs[..., 1] == 1, xs[..., 0], 0).sum(1), sums, rtol=1e-6)
+    errors = example.main(150)
+    assert "Mogrifier LSTM" in capsys.readouterr().out
+    assert errors["Mogrifier LSTM"] < 0.3 * errors["the mean"]
+
+
+@pytest.mark.slow
 def test_the_picture_of_gates_is_drawn(load, tmp_path):
     text = "the cat sat on the mat\n"
     workdir.write(tmp_path / "run", text, hidden_size=6, num_layers=1, rounds=3)

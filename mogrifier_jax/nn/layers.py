@@ -1,11 +1,9 @@
-"""Flax modules around the cells: parameters, initialisers, the layer over a window.
+"""Flax modules around the cells: parameters and initialisers.
 
-Axes: T time, B batch, D input features, H hidden features, G gates, K rank. The cells
-follow `nn.RNNCellBase`, so they work in `nn.RNN` and `nn.Bidirectional`; `Layer` runs one
-of them over a [T, B, D] window, by the fast path of `recurrence.py` or a plain `nn.scan`.
+Axes: D input features, H hidden features, G gates, K rank. The cells follow `nn.RNNCellBase`,
+so they work in `nn.RNN` and `nn.Bidirectional`; `rnn.py` runs them over a sequence faster.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, recurrence
@@ -72,10 +69,6 @@ class Cell(nn.RNNCellBase):
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
         """Declares the parameters; returns them in the form `cells` reads."""
-        return self.shared_weights(input_size)
-
-    def shared_weights(self, input_size: int) -> dict[str, Any]:
-        """The parameters that every cell may have."""
         self.check_input_size(input_size)
         params: dict[str, Any] = {"gates": self.param("gates", self.init_gates, input_size)}
         if self.scaling:
@@ -207,7 +200,7 @@ class MogrifierLSTMCell(Cell):
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
         """Declares the parameters; returns them in the form `cells` reads."""
-        params = self.shared_weights(input_size)
+        params = super().weights(input_size)
         if self.layer_norm:
             params["cell_norm"] = self.param("cell_norm", self.init_cell_norm)
         return params
@@ -287,10 +280,7 @@ class MogrifierGRUCell(Cell):
 
     rounds: int = 5
 
-    @property
-    def num_gates(self) -> int:
-        """Blocks r, u, n."""
-        return 3
+    num_gates = 3  # Blocks r, u, n.
 
     @property
     def cell(self) -> Callable:
@@ -314,10 +304,7 @@ class MogrifierElmanCell(Cell):
 
     rounds: int = 5
 
-    @property
-    def num_gates(self) -> int:
-        """One block."""
-        return 1
+    num_gates = 1
 
     @property
     def cell(self) -> Callable:
@@ -339,21 +326,6 @@ def find_cell(name: str) -> Callable[..., Cell]:
     """The cell of this name."""
     check(name in CELLS, f"cell {name!r} is not known; use one of {', '.join(CELLS)}")
     return CELLS[name]
-
-
-def accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that this kind of cell has; None stands for the cell's own default.
-
-    The others are named in a warning, unless they ask for nothing: a config has them all.
-    """
-    kinds: list[Any] = [getattr(make, "func", make) for make in (*CELLS.values(), find_cell(cell))]
-    defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
-    names = {field.name for field in dataclasses.fields(kinds[-1])}
-    given = {name: value for name, value in options.items() if value is not None}
-    ignored = sorted(n for n in given.keys() - names if given[n] != defaults[n])
-    if ignored:
-        logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
-    return {name: value for name, value in given.items() if name in names}
 
 
 class Mogrifier(nn.Module):
@@ -388,113 +360,6 @@ class Mogrifier(nn.Module):
             rounds.append(self.param(f"round_{i}", init_map, *options))
         weights = recurrence.Taps(rounds, self.dtype).cast
         return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
-
-
-class Layer(nn.Module):
-    """One cell over a window, time first.
-
-    `keep` is the state dropout mask: [B, H] for the whole window or [T, B, H], a new one for
-    each step. `valid` [T, B] is false beyond an example's end, where the output is zero and
-    the state stays as it is.
-    """
-
-    cell: Cell
-    fast: bool = True
-    remat_window: int | None = None
-    unroll: int = 1
-
-    def __call__(
-        self,
-        carry: Any,
-        xs: jax.Array,
-        keep: jax.Array | None = None,
-        scale: jax.Array | None = None,
-        valid: jax.Array | None = None,
-    ) -> tuple[Any, jax.Array]:
-        """(carry, xs [T, B, D]) to (carry, hs [T, B, H])."""
-        self.check_shapes(carry, xs, keep, scale, valid)
-        xs = xs.astype(self.cell.dtype)
-        given = {"keep": keep, "scale": scale, "valid": valid}
-        masks = {name: mask for name, mask in given.items() if mask is not None}
-        moving = {name for name, mask in masks.items() if mask.ndim == 3 or name == "valid"}
-        scanned = {name: masks[name] for name in moving}
-        constant = {name: masks[name] for name in masks.keys() - moving}
-        if not self.fast:
-            run = nn.scan(
-                lambda cell, carry, inputs: _advance(cell, carry, inputs[0], inputs[1], constant),
-                variable_broadcast="params",
-                split_rngs={"params": False},
-                unroll=self.unroll,
-            )
-            return run(self.cell, carry, (xs, scanned))
-        weights, xs = cells.hoist(self.cell.weights(xs.shape[-1]), xs)
-        carry, hs = recurrence.scan(
-            functools.partial(_step, self.cell.cell),
-            weights,
-            carry,
-            xs,
-            scanned,
-            constant,
-            dtype=self.cell.dtype,
-            remat_window=self.remat_window,
-            unroll=self.unroll,
-        )
-        return carry, hs if valid is None else jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
-
-    def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
-        """As a call without dropout, and every gate at every step, [T, B, ...] each."""
-        self.check_shapes(carry, xs)
-        xs = xs.astype(self.cell.dtype)
-        weights = recurrence.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
-
-        def body(carry, x):
-            carry, gates = self.cell.cell(weights, carry, x)
-            return carry, (carry.h, gates)
-
-        carry, (hs, gates) = jax.lax.scan(body, carry, xs)
-        return carry, hs, gates
-
-    def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
-        """Everything that a layer is given fits together."""
-        for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
-            check(value is None or value >= 1, f"{name} {value} must be at least 1")
-        check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
-        self.cell.check_carry(carry, xs.shape[1:])
-        check(
-            (keep is None) == (scale is None),
-            "keep and scale belong together: give 1 / (1 - rate) with the mask, or neither",
-        )
-        if keep is not None:
-            mask = (*xs.shape[:2], self.cell.hidden_size)
-            check(
-                keep.shape in (mask, mask[1:]),
-                f"keep of shape {keep.shape} must be {mask}, or {mask[1:]} for all steps alike",
-            )
-        if valid is not None:
-            check(
-                valid.shape == xs.shape[:2],
-                f"valid of shape {valid.shape} must be [time, batch], here {xs.shape[:2]}",
-            )
-
-
-def _step(cell, params, carry, x, valid=None, **mask):
-    """A step of a pure cell; beyond an example's end the state stays as it is."""
-    after, _ = cell(params, carry, x, **mask)
-    return after if valid is None else _select(valid, after, carry)
-
-
-def _advance(module, carry, x, scanned, constant):
-    """The same through the Flax module, for the plain path; also returns the output."""
-    extras = {**scanned, **constant}
-    valid = extras.pop("valid", None)
-    after, h = module(carry, x, **extras)
-    if valid is None:
-        return after, h
-    return _select(valid, after, carry), jnp.where(valid[:, None], h, jnp.zeros_like(h))
-
-
-def _select(valid, after, before):
-    return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, before)
 
 
 def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:

@@ -12,9 +12,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from absl import logging
 
-from mogrifier_jax.nn import cells, layers, sizing, softmax, stack
-from mogrifier_jax.nn.stack import Dropout
+from mogrifier_jax.nn import cells, layers, rnn, sizing, softmax
+from mogrifier_jax.nn.rnn import Dropout
 
 Dtype = Any
 check = layers.check
@@ -69,28 +70,8 @@ class LanguageModel(nn.Module):
             softmax.normal_by_fan(self.embedding_size),
             (self.vocab_size, self.embedding_size),
         )
-        self.stack = stack.Stack(
-            self.num_layers,
-            self.hidden_size,
-            self.cell,
-            self.cell_options,
-            self.output,
-            self.state_mask,
-            self.trainable_initial_state,
-            self.fast,
-            self.remat_window,
-            self.unroll,
-            self.dtype,
-        )
-        self.softmax = softmax.Softmax(
-            self.vocab_size,
-            self.hidden_size,
-            self.embedding_size,
-            self.mixture_components,
-            self.tied_embeddings,
-            self.max_logits,
-            self.dtype,
-        )
+        self.stack = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
     def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
         """(inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
@@ -99,7 +80,7 @@ class LanguageModel(nn.Module):
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> Any:
         """What a stream starts from, unless the initial state is trained."""
-        return stack.zero_carry(self, batch_size)
+        return rnn.zero_carry(self, batch_size)
 
     @nn.nowrap
     def example(self) -> dict[str, Any]:
@@ -171,7 +152,7 @@ class LanguageModel(nn.Module):
         check_tokens("inputs", inputs)
         xs = jnp.take(self.embedding.astype(self.dtype), inputs.T, axis=0)
         if rates.input is not None:
-            xs = stack.dropout(rates.input, xs, self.make_rng("dropout"))
+            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
         return xs
 
 
@@ -194,30 +175,13 @@ class EncoderDecoder(nn.Module):
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts."""
-        shared = dict(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            cell=self.cell,
-            cell_options=self.cell_options,
-            output=self.output,
-            state_mask=self.state_mask,
-            fast=self.fast,
-            remat_window=self.remat_window,
-            unroll=self.unroll,
-            dtype=self.dtype,
-        )
         self.source_embedding = self.param(
             "source_embedding",
             softmax.normal_by_fan(self.embedding_size),
             (self.vocab_size, self.embedding_size),
         )
-        self.encoder = stack.Stack(**shared)
-        self.decoder = LanguageModel(
-            vocab_size=self.vocab_size,
-            embedding_size=self.embedding_size,
-            max_logits=self.max_logits,
-            **shared,
-        )
+        self.encoder = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.decoder = LanguageModel(**_fields_of(LanguageModel, self))
 
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> tuple[()]:
@@ -259,11 +223,17 @@ class EncoderDecoder(nn.Module):
         check_tokens("source", source)
         xs = jnp.take(self.source_embedding.astype(self.dtype), source.T, axis=0)
         if rates.input is not None:
-            xs = stack.dropout(rates.input, xs, self.make_rng("dropout"))
+            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
         carry = self.encoder.initial_carry(source.shape[0])
         valid = None if source_lengths is None else _valid(source_lengths, source)
         carry, _ = self.encoder(carry, xs, valid, rates)
         return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
+
+
+def _fields_of(part: Any, model: nn.Module) -> dict[str, Any]:
+    """The options of a part of a model that the model has under the same names."""
+    names = {field.name for field in dataclasses.fields(part)} - {"parent", "name"}
+    return {name: getattr(model, name) for name in names if hasattr(model, name)}
 
 
 def check_tokens(name: str, tokens: jax.Array) -> None:
@@ -319,7 +289,7 @@ def make_model(
     make = functools.partial(
         kind,
         vocab_size=vocab_size,
-        cell_options=layers.accepted_options(options.get("cell", kind.cell), cell_options),
+        cell_options=_accepted_options(options.get("cell", kind.cell), cell_options),
         dtype=jnp.dtype(dtype),
         **{name: value for name, value in options.items() if name in of_model},
     )
@@ -334,6 +304,23 @@ def make_model(
         )
     embedding_size = sizing.embedding_size(hidden_size, embedding_ratio)
     return make(hidden_size=hidden_size, embedding_size=embedding_size)
+
+
+def _accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that this kind of cell has; None stands for the cell's own default.
+
+    The others are named in a warning, unless they ask for nothing: a config has them all.
+    """
+    kinds: list[Any] = [
+        getattr(make, "func", make) for make in (*layers.CELLS.values(), layers.find_cell(cell))
+    ]
+    defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kinds[-1])}
+    given = {name: value for name, value in options.items() if value is not None}
+    ignored = sorted(n for n in given.keys() - names if given[n] != defaults[n])
+    if ignored:
+        logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
+    return {name: value for name, value in given.items() if name in names}
 
 
 def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import cells, stack
+from mogrifier_jax.nn import cells, rnn
 
 Dtype = Any
 
@@ -66,7 +66,7 @@ class Softmax(nn.Module):
         nats = jax.lax.map(jax.checkpoint(lambda part: score(*part)), parts)
         return nats.reshape(chunks * size, batch)[:steps]
 
-    def logits(self, hs, embedding, temperature, rates=stack.NO_DROPOUT) -> jax.Array:
+    def logits(self, hs, embedding, temperature, rates=rnn.NO_DROPOUT) -> jax.Array:
         """Unnormalised log-probabilities [T, B, V]."""
         us, log_weights = self.features(hs, rates)
         logits = component_logits(us, self.matrix(embedding), self.bias, temperature)
@@ -77,7 +77,7 @@ class Softmax(nn.Module):
     def features(self, hs, rates):
         """What is compared with the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
         if rates.output is not None:
-            hs = stack.dropout(rates.output, hs, self.make_rng("dropout"))
+            hs = rnn.dropout(rates.output, hs, self.make_rng("dropout"))
         log_weights = None
         if self.mixture_components:
             us = jnp.tanh(
@@ -90,7 +90,7 @@ class Softmax(nn.Module):
         else:
             return hs, None
         if rates.downprojected is not None:
-            us = stack.dropout(rates.downprojected, us, self.make_rng("dropout"))
+            us = rnn.dropout(rates.downprojected, us, self.make_rng("dropout"))
         return us, log_weights
 
     def matrix(self, embedding) -> jax.Array:

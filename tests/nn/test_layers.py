@@ -1,8 +1,7 @@
-"""The Flax modules: use in nn.RNN, initial values, and what bad input is told."""
+"""The Flax modules: initial values, counts, and what bad input is told."""
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,91 +12,21 @@ from mogrifier_jax.nn import cells, layers, sizing
 from tests import quick, reference
 
 T, B, D, H = 5, 3, 4, 6
-LENGTHS = np.array([5, 2, 3])
 
 
 @pytest.fixture(scope="module")
 def case():
-    """A cell, its parameters, inputs [B, T, D], and what a layer makes of them [B, T, H]."""
+    """A cell, its parameters and inputs [B, T, D]."""
     cell = layers.MogrifierLSTMCell(H, rounds=3, rank=2)
     xs = np.random.default_rng(0).standard_normal((B, T, D), np.float32)
-    params = quick.jit(nn.RNN(cell).init)(jax.random.key(0), xs)["params"]
-    layer = layers.Layer(cell)
-
-    @quick.jit
-    def run(params, xs, valid=None):
-        carry = cell.initialize_carry(None, (B, D))
-        end, ys = layer.apply({"params": params}, carry, xs.swapaxes(0, 1), valid=valid)
-        return end, ys.swapaxes(0, 1)
-
-    return cell, params, xs, run
-
-
-def test_rnn_of_flax_equals_the_layer(case):
-    cell, params, xs, run = case
-    rnn = nn.RNN(cell, return_carry=True)
-    end, ys = quick.jit(rnn.apply)({"params": params}, xs)
-    expected_end, expected = run(params, xs)
-    np.testing.assert_allclose(ys, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(end, expected_end, rtol=1e-5, atol=1e-6)
-    first_major = quick.jit(functools.partial(rnn.apply, time_major=True))
-    _, ys = first_major({"params": params}, xs.swapaxes(0, 1))
-    np.testing.assert_allclose(ys.swapaxes(0, 1), expected, rtol=1e-5, atol=1e-6)
-    backwards = quick.jit(functools.partial(rnn.apply, reverse=True, keep_order=True))
-    _, ys = backwards({"params": params}, xs[:, ::-1])
-    np.testing.assert_allclose(ys[:, ::-1], expected, rtol=1e-5, atol=1e-6)
-    assert abs(ys - expected).max() > 1e-2
-
-
-def test_lengths_of_flax_are_the_valid_steps_of_the_layer(case):
-    cell, params, xs, run = case
-    rnn = functools.partial(nn.RNN(cell, return_carry=True).apply, seq_lengths=LENGTHS)
-    end, ys = quick.jit(rnn)({"params": params}, xs)
-    valid = np.arange(T)[:, None] < LENGTHS
-    expected_end, expected = run(params, xs, valid)
-    np.testing.assert_allclose(end, expected_end, rtol=1e-5, atol=1e-6)
-    inside = valid.T[..., None]
-    np.testing.assert_allclose(ys * inside, expected, rtol=1e-5, atol=1e-6)
-    longer, _ = run(params, xs)
-    assert abs(longer.h - end.h).max() > 1e-2
-
-
-@pytest.mark.slow
-def test_bidirectional_of_flax_joins_both_directions(case):
-    cell, params, xs, run = case
-    both = nn.Bidirectional(nn.RNN(cell), nn.RNN(cell.copy()))
-    shapes = jax.eval_shape(both.init, jax.random.key(0), xs)["params"]
-    other = jax.tree.map(lambda leaf: 0.5 * leaf, params)
-    trees = {"forward_rnn": params, "backward_rnn": other}
-    assert jax.tree.map(jnp.shape, trees) == jax.tree.map(lambda leaf: leaf.shape, shapes)
-    ys = quick.jit(both.apply)({"params": trees}, xs)
-    np.testing.assert_allclose(ys[..., :H], run(params, xs)[1], rtol=1e-5, atol=1e-6)
-    backward = run(other, xs[:, ::-1])[1][:, ::-1]
-    np.testing.assert_allclose(ys[..., H:], backward, rtol=1e-5, atol=1e-6)
-    assert abs(backward - run(other, xs)[1]).max() > 1e-2
-
-
-@pytest.mark.slow
-def test_layers_can_be_mapped_over_parameters_and_differentiated(case):
-    _, params, xs, run = case
-    many = jax.tree.map(lambda leaf: np.stack([leaf, 0.5 * leaf]), params)
-
-    def loss(params):
-        return jnp.sin(run.__wrapped__(params, xs)[1]).sum()
-
-    mapped = quick.jit(jax.vmap(jax.grad(loss)))(many)
-    alone = quick.jit(jax.grad(loss))
-    for index, factor in enumerate((1.0, 0.5)):
-        expected = alone(jax.tree.map(lambda leaf, f=factor: f * leaf, params))
-        for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a[index], b, rtol=1e-4, atol=1e-5)
-            assert abs(b).max() > 1e-3
+    init = quick.jit(lambda key: cell.init(key, D, method="weights")["params"])
+    return cell, init(jax.random.key(0)), xs
 
 
 def test_cells_take_any_number_of_batch_axes(case):
-    cell, params, xs, _ = case
+    cell, params, xs = case
     carry = cell.initialize_carry(None, (B, T, D))
-    apply = quick.jit(functools.partial(cell.apply, {"params": params["cell"]}))
+    apply = quick.jit(functools.partial(cell.apply, {"params": params}))
     (c, h), _ = jax.device_get(apply(carry, xs))
     one, _ = apply(jax.tree.map(lambda leaf: leaf[1, 2], carry), xs[1, 2])
     np.testing.assert_allclose((c[1, 2], h[1, 2]), one, rtol=1e-5)
@@ -214,44 +143,11 @@ def test_rank_above_both_sizes_is_refused(rank):
 
 ZERO = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
 XS = jnp.zeros((T, B, D))
-MASK = jnp.ones((B, H), bool)
-
-
-@pytest.mark.parametrize(
-    "carry, xs, masks, words",
-    [
-        (ZERO, XS[0], {}, r"\(3, 4\) must be \[time, batch, features\]"),
-        (ZERO, XS[..., :3], {}, r"x has 3 features and the parameters are for 4"),
-        (ZERO, XS[:, :2], {}, r"carry .*\[3, 6\].* does not fit .*\(2, 4\).*\[2, 6\].*initialize_"),
-        (cells.Carry(ZERO.h), XS, {}, r"carry Carry.* does not fit .*LSTMCarry"),
-        (tuple(ZERO), XS, {}, r"carry .* does not fit .*LSTMCarry"),
-        (ZERO._replace(c=ZERO.c[:, :5]), XS, {}, r"\[3, 5\].* does not fit .*\[3, 6\]"),
-        (ZERO._replace(c=ZERO.c.astype(jnp.bfloat16)), XS, {}, r"bfloat16.*does not fit.*float32"),
-        (ZERO, XS, {"keep": MASK}, r"keep and scale belong together"),
-        (ZERO, XS, {"keep": MASK[:2], "scale": 1.0}, r"keep of shape \(2, 6\) must be \(5, 3, 6\)"),
-        (ZERO, XS, {"valid": jnp.ones((B, T), bool)}, r"valid .*\(3, 5\) must be \[time, batch\]"),
-    ],
-)
-def test_misfitting_input_of_a_layer_is_explained(case, carry, xs, masks, words):
-    cell, params, _, _ = case
-    layer = layers.Layer(cell)
-    with pytest.raises(errors.UsageError, match=words):
-        jax.eval_shape(functools.partial(layer.apply, {"params": params}), carry, xs, **masks)
-    right = {"keep": MASK, "scale": jnp.ones(()), "valid": jnp.ones((T, B), bool)}
-    jax.eval_shape(functools.partial(layer.apply, {"params": params}), ZERO, XS, **right)
-
-
-@pytest.mark.parametrize("options", [{"remat_window": 0}, {"unroll": 0}])
-def test_empty_chunks_are_refused(case, options):
-    cell, params, _, _ = case
-    name = next(iter(options))
-    with pytest.raises(errors.UsageError, match=f"{name} 0 must be at least 1"):
-        layers.Layer(cell, **options).apply({"params": params}, ZERO, XS)
 
 
 def test_misfitting_input_of_a_step_is_explained(case):
-    cell, params, _, _ = case
-    step = functools.partial(cell.apply, {"params": params["cell"]})
+    cell, params, _ = case
+    step = functools.partial(cell.apply, {"params": params})
     with pytest.raises(errors.UsageError, match=r"\(\) has no features; give x"):
         step(ZERO, jnp.zeros(()))
     with pytest.raises(errors.UsageError, match=r"x has 5 features and the parameters are for 4"):

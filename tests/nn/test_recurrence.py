@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 from mogrifier_jax import partitioning
-from mogrifier_jax.nn import cells, layers, recurrence
+from mogrifier_jax.nn import cells, layers, recurrence, rnn
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
@@ -33,7 +33,7 @@ def problem(cell, input_size=D, steps=T, batch=B):
     def init(key):
         carry = cell.initialize_carry(key, (batch, input_size))
         xs = jnp.zeros((1, batch, input_size), cell.dtype)
-        return layers.Layer(cell).init(key, carry, xs)["params"], carry
+        return rnn.RNN(cell).init(key, carry, xs, method="window")["params"], carry
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     rng = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def objective(layer):
     def value(tree, keep, valid):
         params, carry, xs = tree
         scale = None if keep is None else jnp.asarray(1 / 0.7, xs.dtype)
-        carry, ys = layer.apply({"params": params}, carry, xs, keep, scale, valid)
+        carry, ys = layer.apply({"params": params}, carry, xs, keep, scale, valid, method="window")
         weights = jnp.cos(jnp.arange(ys.size)).reshape(ys.shape).astype(ys.dtype)
         ends = sum(jnp.cos(leaf).sum().astype(ys.dtype) for leaf in jax.tree.leaves(carry))
         return (weights * ys).sum() + ends, (carry, ys)
@@ -61,7 +61,7 @@ def objective(layer):
 @functools.cache
 def compiled(variant, **layer_options):
     cell = make_cell(variant, dtype=jnp.float64, param_dtype=jnp.float64)
-    layer = layers.Layer(cell, **layer_options)
+    layer = rnn.RNN(cell, **layer_options)
     return quick.jit(jax.value_and_grad(objective(layer), has_aux=True))
 
 
@@ -141,7 +141,7 @@ def test_bfloat16_is_close_and_keeps_c_and_gradients_in_float32(variant, fast, s
     (_, (_, expected)), (d_expected, _, _) = solve(variant, tree, keep, valid)
     params, carry, xs = jax.tree.map(np.float32, tree)
     carry = carry._replace(h=carry.h.astype(jnp.bfloat16))
-    layer = layers.Layer(make_cell(variant, dtype=jnp.bfloat16), fast=fast)
+    layer = rnn.RNN(make_cell(variant, dtype=jnp.bfloat16), fast=fast)
     run = quick.jit(jax.value_and_grad(objective(layer), has_aux=True))
     found = jax.device_get(run((params, carry, xs.astype(jnp.bfloat16)), keep, valid))
     (_, (carry, ys)), (d_params, d_carry, d_xs) = found
@@ -174,7 +174,7 @@ def arrays(jaxpr):
 
 
 def gradient_program(cell, tree, **options):
-    gradient = jax.grad(objective(layers.Layer(cell, **options)), has_aux=True)
+    gradient = jax.grad(objective(rnn.RNN(cell, **options)), has_aux=True)
     return jax.make_jaxpr(gradient)(jax.tree.map(np.float32, tree), None, None).jaxpr
 
 
@@ -221,7 +221,7 @@ def test_remat_needs_less_memory():
     tree, _, _ = problem(cell, input_size=64, steps=128, batch=2)
     needed = {}
     for window in (None, 16):
-        layer = layers.Layer(cell, remat_window=window)
+        layer = rnn.RNN(cell, remat_window=window)
         gradient = quick.jit(jax.grad(objective(layer), has_aux=True))
         memory = (
             gradient.lower(jax.tree.map(np.float32, tree), None, None).compile().memory_analysis()

@@ -1,0 +1,282 @@
+"""Weights of Flax's own recurrent cells for ours, which the fast recurrence knows, and back.
+
+    cell, params = from_flax.convert(nn.OptimizedLSTMCell(64), params)    # linen
+    cell = from_flax.convert(nnx.OptimizedLSTMCell(32, 64, rngs=rngs))    # NNX
+
+Flax has a matrix for each gate, named after what it reads (i, h) and the gate; NNX's optimised
+cells have them side by side in `dense_i` and `dense_h`. Ours are [D, G, H] and [H, G, H].
+`RNN` converts on its own, so this is for those who want the weights themselves.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mogrifier_jax import errors
+from mogrifier_jax.nn import cells, layers
+
+
+class Kind(NamedTuple):
+    """A cell of Flax and ours that computes the same."""
+
+    flax: tuple[type, ...]  # Of linen; the last one is what `to_flax` makes.
+    ours: type[layers.Cell]
+    options: dict[str, Any]  # What ours must have set.
+    gates: tuple[str, ...]  # Flax's names, in our order.
+    biased: str  # Whether the matrices that read x (i) or h have the biases.
+    nnx_gates: tuple[str, ...]  # In the order of NNX's optimised cells.
+
+
+_PLAIN = dict(rounds=0, scaling=False)
+_LSTM = dict(cap_input_gate=False, tied_gates=False, layer_norm=False, cell_clip=None, gate_rank=0)
+KINDS = (
+    Kind(
+        (nn.LSTMCell, nn.OptimizedLSTMCell),
+        layers.LSTMCell,
+        {**_PLAIN, **_LSTM},
+        ("g", "o", "f", "i"),
+        "h",
+        ("i", "f", "g", "o"),
+    ),
+    Kind((nn.GRUCell,), layers.MogrifierGRUCell, _PLAIN, ("r", "z", "n"), "i", ("r", "z", "n")),
+    Kind((nn.SimpleCell,), layers.MogrifierElmanCell, _PLAIN, ("",), "i", ("",)),
+)
+
+
+class Pair(NamedTuple):
+    """A cell and its parameters."""
+
+    cell: Any
+    params: dict[str, Any]
+
+
+def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
+    """Our cell that computes what a cell of Flax does.
+
+    Args:
+      cell: of linen, with its `params`; or of NNX, which has them itself.
+
+    Returns:
+      (cell, params) for linen, a cell of `mogrifier_jax.nnx` for NNX.
+    """
+    if isinstance(cell, nn.Module):
+        kind = find(cell)
+        return Pair(counterpart(cell, kind), {"gates": read_gates(kind, cell, params or {})})
+    from mogrifier_jax.nn import nnx  # Slow to import, and users of linen do not need it.
+
+    found = as_linen(cell)
+    ours = convert(found.cell, found.params)
+    in_features = found.params["i" + find(found.cell).gates[0]]["kernel"].shape[0]
+    return nnx.from_linen(ours.cell, in_features, ours.params)
+
+
+def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
+    """The way back, to `nn.OptimizedLSTMCell`, `nn.GRUCell` or `nn.SimpleCell`, or NNX's."""
+    if not isinstance(cell, layers.Cell):
+        ours = Pair(cell.spec, cell.params())
+        return as_nnx(to_flax(*ours))
+    kind = find_counterpart(cell)
+    gates = (params or {}).get("gates", {})
+    found: dict[str, Any] = {}
+    for index, gate in enumerate(kind.gates):
+        for side, name in (("i", "input"), ("h", "recurrent")):
+            found[side + gate] = {"kernel": gates[name][:, index]}
+        found[kind.biased + gate]["bias"] = gates["bias"][index]
+    if "candidate_bias" in gates:
+        found["hn"]["bias"] = gates["candidate_bias"]
+    make: Any = kind.flax[-1]
+    return Pair(make(cell.hidden_size, dtype=cell.dtype, param_dtype=cell.param_dtype), found)
+
+
+def find(cell: nn.Module) -> Kind:
+    """The kind of a cell of linen, if it is one of those that have a counterpart."""
+    for kind in KINDS:
+        if type(cell) in kind.flax:
+            break
+    else:
+        known = ", ".join(flax.__name__ for kind in KINDS for flax in kind.flax)
+        raise errors.UsageError(f"{type(cell).__name__} has no counterpart here; {known} have one")
+    given: Any = cell
+    for name, function in (("gate_fn", nn.sigmoid), ("activation_fn", nn.tanh)):
+        found = getattr(given, name, function)
+        if found is not function:
+            raise errors.UsageError(
+                f"{name} {getattr(found, '__name__', found)} of {type(cell).__name__} is not "
+                f"{function.__name__}, and ours have no other"
+            )
+    if getattr(given, "residual", False):
+        raise errors.UsageError("SimpleCell with residual=True has no counterpart here")
+    return kind
+
+
+def find_counterpart(cell: layers.Cell) -> Kind:
+    """The kind of one of our cells, if Flax has the same."""
+    for kind in KINDS:
+        if isinstance(cell, layers.MogrifierLSTMCell if kind.biased == "h" else kind.ours):
+            break
+    wrong = {
+        name: getattr(cell, name)
+        for name, value in kind.options.items()
+        if getattr(cell, name) != value
+    }
+    if wrong or isinstance(cell, layers.MLSTMCell):
+        options = ", ".join(f"{name}={value}" for name, value in wrong.items())
+        raise errors.UsageError(
+            f"Flax has no {type(cell).__name__}{' with ' if wrong else ''}{options}; only cells "
+            f"with {', '.join(f'{n}={v}' for n, v in kind.options.items())} can go back"
+        )
+    return kind
+
+
+def counterpart(cell: Any, kind: Kind, inputs_dtype: Any = None) -> layers.Cell:
+    """Our cell, without weights."""
+    dtype = cell.dtype
+    if dtype is None:
+        dtype = jnp.promote_types(cell.param_dtype, inputs_dtype or cell.param_dtype)
+    return kind.ours(
+        cell.features, dtype=dtype, param_dtype=cell.param_dtype, parent=None, **kind.options
+    )
+
+
+def read_gates(kind: Kind, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The gates of our cell from the parameters of one of linen's; it can be differentiated."""
+    names = {side + gate for side in "ih" for gate in kind.gates}
+    if set(params) != names:
+        raise errors.UsageError(
+            f"params has {', '.join(sorted(params)) or 'nothing'}, and those of a "
+            f"{type(cell).__name__} are {', '.join(sorted(names))}"
+        )
+
+    def stack(side, leaf, axis):
+        return jnp.stack([params[side + gate][leaf] for gate in kind.gates], axis)
+
+    gates = {
+        "input": stack("i", "kernel", 1),
+        "recurrent": stack("h", "kernel", 1),
+        "bias": stack(kind.biased, "bias", 0),
+    }
+    if "bias" in params.get("hn", {}):
+        gates["candidate_bias"] = params["hn"]["bias"]
+    return gates
+
+
+def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) -> Any:
+    """An `RNN` over a cell of Flax: by our counterpart if there is one, else step by step.
+
+    Args:
+      module: the RNN. Its parameters stay those of Flax's cell.
+      plain: the call of `nn.RNN`, and `given` its keywords.
+    """
+    deterministic = given.pop("deterministic")
+    try:
+        kind = find(module.cell)
+    except errors.UsageError as refusal:
+        if module.remat_window is not None or module.state_dropout:
+            raise errors.UsageError(
+                f"{refusal}; it runs step by step, without remat_window and state_dropout"
+            ) from None
+        return plain(inputs, **given)
+    cell = counterpart(module.cell, kind, inputs.dtype)
+    carry = given["initial_carry"]
+    if carry is None:
+        time_major = module.time_major if given["time_major"] is None else given["time_major"]
+        time_axis = 0 if time_major else inputs.ndim - 2
+        shape = inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :]
+        key = jax.random.key(0) if given["init_key"] is None else given["init_key"]
+        carry = module.cell.initialize_carry(key, shape)
+    h = jax.tree.leaves(carry)[-1]
+    # Flax's GRU adds to a state that is wider than its matmuls; ours has it in the compute dtype.
+    loses = kind.ours is layers.MogrifierGRUCell and h.dtype != cell.dtype
+    if module.is_initializing() or ((loses or not module.fast) and not module.state_dropout):
+        return plain(inputs, **given)
+
+    wants_carry = module.return_carry if given["return_carry"] is None else given["return_carry"]
+    given |= dict(initial_carry=read_carry(carry, cell.dtype), return_carry=True)
+    params = {"gates": read_gates(kind, module.cell, module.cell.variables["params"])}
+    rngs = {"dropout": module.make_rng("dropout")} if module.has_rng("dropout") else {}
+    end, ys = module.clone(cell=cell, parent=None, name=None).apply(
+        {"params": {"cell": params}}, inputs, **given, deterministic=deterministic, rngs=rngs
+    )
+    ys = ys.astype(h.dtype)
+    return (write_carry(end, carry), ys) if wants_carry else ys
+
+
+def read_carry(carry: Any, dtype: Any) -> Any:
+    """Our carry from Flax's, which is (c, h) or h."""
+    if isinstance(carry, tuple):
+        return cells.LSTMCarry(carry[0].astype(cells.wide(dtype)), carry[1].astype(dtype))
+    return cells.Carry(carry.astype(dtype))
+
+
+def write_carry(carry: Any, like: Any) -> Any:
+    """Flax's carry from ours, in the dtypes that it had before."""
+    leaves = [
+        leaf.astype(old.dtype) for leaf, old in zip(carry, jax.tree.leaves(like), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def as_linen(cell: Any) -> Pair:
+    """A cell of NNX as the one of linen that computes the same, with its weights."""
+    name = type(cell).__name__
+    make: Any = {flax.__name__: flax for kind in KINDS for flax in kind.flax}.get(name)
+    if make is None or not type(cell).__module__.startswith("flax."):
+        raise errors.UsageError(
+            f"{type(cell).__module__}.{name} has no counterpart here; Flax's own LSTMCell, "
+            "OptimizedLSTMCell, GRUCell and SimpleCell have one"
+        )
+    given = ("gate_fn", "activation_fn", "residual", "dtype", "param_dtype")
+    options = {option: getattr(cell, option) for option in given if hasattr(cell, option)}
+    linen = make(cell.hidden_features, **options, parent=None)
+    kind = find(linen)
+    params: dict[str, Any] = {}
+    for side in "ih":
+        if hasattr(cell, "dense_i"):
+            params |= _split(getattr(cell, f"dense_{side}"), side, kind.nnx_gates)
+        else:  # A matrix each; `if` is a word of Python.
+            for gate in kind.gates:
+                dense = getattr(cell, side + gate, None) or getattr(cell, f"{side}{gate}_")
+                params |= _split(dense, side, (gate,))
+    if "hn" in params:  # NNX's has no bias there.
+        params["hn"]["bias"] = jnp.zeros_like(params["in"]["bias"])
+    return Pair(linen, params)
+
+
+def _split(dense: Any, side: str, gates: tuple[str, ...]) -> dict[str, dict[str, jax.Array]]:
+    """A `Linear` of NNX as matrices and biases by gate."""
+    leaves = {name: getattr(dense, name) for name in ("kernel", "bias")}
+    parts = {
+        name: jnp.split(leaf[...], len(gates), -1)
+        for name, leaf in leaves.items()
+        if leaf is not None
+    }
+    return {
+        side + gate: {name: part[index] for name, part in parts.items()}
+        for index, gate in enumerate(gates)
+    }
+
+
+def as_nnx(pair: Pair) -> Any:
+    """The cell of NNX that computes what one of linen does."""
+    from flax import nnx
+
+    kind = find(pair.cell)
+    if "hn" in pair.params and bool(jnp.any(pair.params["hn"]["bias"])):
+        raise errors.UsageError(
+            "nnx.GRUCell has no bias for the candidate's recurrent part, and this cell's "
+            "candidate_bias is not zero; go back to nn.GRUCell of linen"
+        )
+    make: Any = getattr(nnx, type(pair.cell).__name__)
+    in_features = pair.params["i" + kind.gates[0]]["kernel"].shape[0]
+    options = dict(dtype=pair.cell.dtype, param_dtype=pair.cell.param_dtype)
+    cell = make(in_features, pair.cell.features, **options, rngs=nnx.Rngs(0))
+    for side in "ih":
+        dense = getattr(cell, f"dense_{side}")
+        parts = [pair.params[side + gate] for gate in kind.nnx_gates]
+        dense.kernel[...] = jnp.concatenate([part["kernel"] for part in parts], -1)
+        if dense.bias is not None:
+            dense.bias[...] = jnp.concatenate([part["bias"] for part in parts], -1)
+    return cell

@@ -1,0 +1,274 @@
+"""The cells and the fast RNN for Flax NNX: thin shells around those of linen.
+
+    cell = mogrifier_jax.nnx.MogrifierLSTMCell(32, 64, rounds=5, rank=16, rngs=nnx.Rngs(0))
+    ys = mogrifier_jax.nnx.RNN(cell)(xs)  # [batch, time, 32] to [batch, time, 64]
+
+A shell holds the parameters, as `nnx.Param`s under the names that they have in linen, and the
+module of linen, without any, which knows the initial values and the mathematics. So there is one
+of each, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen cell.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mogrifier_jax import errors
+from mogrifier_jax.nn import from_flax, layers, rnn
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Shell(nnx.Module):
+    """Parameters in NNX of a module of linen."""
+
+    def hold(self, params: Mapping[str, Any], metadata: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes the parameters of linen, each with the metadata under its path ("gates/input")."""
+        unknown = metadata.keys() - {f"{g}/{name}" for g, group in params.items() for name in group}
+        if unknown:
+            raise errors.UsageError(
+                f"metadata for {', '.join(sorted(unknown))}, which is no parameter of this "
+                f"{type(self).__name__}; its groups are {', '.join(params)}"
+            )
+        self.groups = tuple(params)
+        for group, leaves in params.items():
+            held = {
+                name: nnx.Param(leaf, **metadata.get(f"{group}/{name}", {}))
+                for name, leaf in leaves.items()
+            }
+            setattr(self, group, nnx.Dict(held))
+
+    def params(self) -> dict[str, dict[str, jax.Array]]:
+        """The parameters as linen has them."""
+        return {
+            group: {name: leaf[...] for name, leaf in getattr(self, group).items()}
+            for group in self.groups
+        }
+
+
+class Cell(_Shell, nnx.RNNCellBase):
+    """What all cells share. `options` are the fields of the linen cell of the same name.
+
+    `metadata` goes to the `nnx.Param`s by path, such as
+    `{"gates/input": {"out_sharding": (None, None, "model")}}`.
+    """
+
+    linen: type[layers.Cell]
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        rngs: nnx.Rngs,
+        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
+        **options: Any,
+    ):
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.spec = self.linen(hidden_features, **options, parent=None)
+        init = self.spec.init(rngs.params(), in_features, method="weights")
+        self.hold(init["params"], metadata)
+
+    def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
+        """One step: (carry, inputs [..., in_features]) to (carry, h [..., hidden_features])."""
+        result: Any = self.spec.apply({"params": self.params()}, carry, inputs)
+        return result
+
+    def initialize_carry(
+        self, input_shape: tuple[int, ...], rngs: Any = None, carry_init: Any = None
+    ) -> Any:
+        """The zero carry for inputs of this shape, unless `carry_init` draws another."""
+        zeros = self.spec.initialize_carry(None, input_shape)
+        if carry_init is None:
+            return zeros
+        stream = rngs.carry if isinstance(rngs, nnx.Rngs) else rngs
+        return jax.tree.map(lambda a: carry_init(stream(), a.shape, a.dtype), zeros)
+
+    @property
+    def num_feature_axes(self) -> int:
+        """Axes of the inputs beside the batch."""
+        return 1
+
+
+class MogrifierLSTMCell(Cell):
+    """LSTM whose x and h gate each other first (arXiv:1909.01792); 0 rounds is the LSTM.
+
+    >>> cell = MogrifierLSTMCell(4, 8, rounds=5, rank=3, rngs=nnx.Rngs(0))
+    >>> carry, y = cell(cell.initialize_carry((2, 4)), jax.numpy.ones((2, 4)))
+    >>> y.shape, carry.c.shape
+    ((2, 8), (2, 8))
+    """
+
+    linen = layers.MogrifierLSTMCell
+
+
+class LSTMCell(Cell):
+    """The LSTM of the paper's baselines: capped input gate, random biases."""
+
+    linen = layers.LSTMCell
+
+
+class MLSTMCell(Cell):
+    """Multiplicative LSTM (arXiv:1609.07959), the paper's closest relative."""
+
+    linen = layers.MLSTMCell
+
+
+class MogrifierGRUCell(Cell):
+    """GRU whose x and h gate each other first."""
+
+    linen = layers.MogrifierGRUCell
+
+
+class MogrifierElmanCell(Cell):
+    """Elman network whose x and h gate each other first."""
+
+    linen = layers.MogrifierElmanCell
+
+
+class Mogrifier(_Shell):
+    """The gating alone, for any two vectors: (x [..., D], h [..., H]) to the same shapes.
+
+    >>> x, h = Mogrifier(4, 8, rounds=4, rngs=nnx.Rngs(0))(jax.numpy.ones(4), jax.numpy.ones(8))
+    >>> x.shape, h.shape
+    ((4,), (8,))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        rngs: nnx.Rngs,
+        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
+        **options: Any,
+    ):
+        self.spec = layers.Mogrifier(**options, parent=None)
+        shapes = ((in_features,), (hidden_features,))
+        zeros = (jax.numpy.zeros(shape, self.spec.dtype) for shape in shapes)
+        init = self.spec.init(rngs.params(), *zeros)
+        self.hold(init.get("params", {}), metadata)
+
+    def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns x and h, each scaled by gates that read the other."""
+        result: Any = self.spec.apply({"params": self.params()}, x, h)
+        return result
+
+
+class RNN(nnx.RNN):
+    """`nnx.RNN` with a backward pass that is fast; arguments and results are the same.
+
+    >>> rnn = RNN(MogrifierLSTMCell(4, 8, rngs=nnx.Rngs(0)))
+    >>> nnx.jit(rnn)(jax.numpy.ones((2, 7, 4))).shape  # [batch, time, features]
+    (2, 7, 8)
+
+    `fast`, `remat_window` and `state_dropout` are those of `mogrifier_jax.RNN`. State dropout
+    draws from the stream "dropout" of `rngs`, and stops in `eval()`. Flax's own LSTM, GRU and
+    simple cell are fast too; other cells run step by step.
+    """
+
+    def __init__(
+        self,
+        cell: Any,
+        *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+        state_axes: Any = None,
+        broadcast_rngs: Any = None,
+        rngs: Any = True,
+        fast: bool = True,
+        remat_window: int | None = None,
+        state_dropout: float = 0.0,
+        deterministic: bool = False,
+    ):
+        super().__init__(
+            cell,
+            time_major=time_major,
+            return_carry=return_carry,
+            reverse=reverse,
+            keep_order=keep_order,
+            unroll=unroll,
+            state_axes=state_axes,
+            broadcast_rngs=broadcast_rngs,
+            rngs=rngs,
+        )
+        self.fast = fast
+        self.remat_window = remat_window
+        self.state_dropout = state_dropout
+        self.deterministic = deterministic
+        self.dropout_rngs = rngs.dropout.fork() if isinstance(rngs, nnx.Rngs) else nnx.data(None)
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Any = None,
+        deterministic: bool | None = None,
+    ) -> Any:
+        """As `nnx.RNN`."""
+        given = dict(
+            initial_carry=initial_carry,
+            seq_lengths=seq_lengths,
+            return_carry=return_carry,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+        )
+        found = self.in_linen()
+        if found is None:
+            return super().__call__(inputs, rngs=rngs, **given)
+        names = ("time_major", "return_carry", "reverse", "keep_order", "unroll", "fast")
+        module = rnn.RNN(
+            found.cell,
+            **{name: getattr(self, name) for name in names},
+            remat_window=self.remat_window,
+            state_dropout=self.state_dropout,
+            deterministic=self.deterministic if deterministic is None else deterministic,
+            parent=None,
+        )
+        keys = {}
+        if self.state_dropout and not module.deterministic:
+            stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
+            if stream is None:
+                raise errors.UsageError(
+                    f"state_dropout {self.state_dropout} needs random numbers: give RNN or its "
+                    "call rngs=nnx.Rngs(dropout=0), or set deterministic=True"
+                )
+            keys = {"dropout": stream()}
+        return module.apply({"params": {"cell": found.params}}, inputs, rngs=keys, **given)
+
+    def in_linen(self) -> from_flax.Pair | None:
+        """The module of linen and its parameters, unless the cell is unknown here."""
+        if isinstance(self.cell, Cell):
+            return from_flax.Pair(self.cell.spec, self.cell.params())
+        if not self.fast or getattr(self.cell, "carry_init", None) is not None:
+            return None
+        try:
+            return from_flax.as_linen(self.cell)
+        except errors.UsageError:
+            return None
+
+
+def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> Cell:
+    """A shell around a cell of linen and its parameters."""
+    make = {shell.linen: shell for shell in Cell.__subclasses__()}[type(cell)]
+    fields = {field.name for field in dataclasses.fields(cell)} - {"hidden_size", "parent", "name"}
+    options = {name: getattr(cell, name) for name in fields}
+    shell = make(in_features, cell.hidden_size, rngs=nnx.Rngs(0), **options)
+    for group, leaves in params.items():
+        for name, leaf in leaves.items():
+            getattr(shell, group)[name][...] = leaf
+    return shell

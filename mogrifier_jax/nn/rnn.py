@@ -1,0 +1,390 @@
+"""RNN, one cell over a sequence by the fast path, and Stack, the recurrent layers of a model.
+
+Axes: B batch, T time, D input features, E embedding, H hidden. `RNN` stands in for `nn.RNN`;
+`recurrence.py` has the scan that makes it fast. Dropout rates of a stack are values, not
+switches: they may be traced, and `None` takes the operation away.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import recurrent
+
+from mogrifier_jax import errors
+from mogrifier_jax.nn import cells, from_flax, layers, recurrence
+
+Dtype = Any
+check = layers.check
+
+
+class RNN(nn.RNN):
+    """`nn.RNN` with a backward pass that is fast; arguments, parameters and results are the same.
+
+    >>> rnn = RNN(layers.MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3))
+    >>> init = jax.jit(rnn.init_with_output)
+    >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))  # [batch, time, features]
+    >>> ys.shape
+    (2, 7, 8)
+
+    `fast=False` runs step by step, for forward-mode derivatives. `remat_window` keeps only the
+    carry every so many steps and computes the rest again, to save memory. `state_dropout` drops
+    units of h as the gates read it, the same ones at every step. Flax's own LSTM, GRU and simple
+    cell are fast too, with their own parameters; other cells run step by step.
+    """
+
+    fast: bool = True
+    remat_window: int | None = None
+    state_dropout: float = 0.0
+    deterministic: bool | None = None
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_carry: Any = None,
+        init_key: jax.Array | None = None,
+        seq_lengths: jax.Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        deterministic: bool | None = None,
+    ) -> Any:
+        """As `nn.RNN`. State dropout draws from the rng "dropout", unless `deterministic`."""
+        if not isinstance(self.cell, layers.Cell):
+            given = dict(
+                initial_carry=initial_carry,
+                init_key=init_key,
+                seq_lengths=seq_lengths,
+                return_carry=return_carry,
+                time_major=time_major,
+                reverse=reverse,
+                keep_order=keep_order,
+                deterministic=deterministic,
+            )
+            return from_flax.run(self, super().__call__, inputs, given)
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+
+        check(inputs.ndim >= 2, f"inputs {inputs.shape} must be [..., time, features]")
+        time_axis = 0 if time_major else inputs.ndim - 2
+        xs = jnp.moveaxis(inputs, time_axis, 0)
+        batch = xs.shape[1:-1]
+        carry = initial_carry
+        if carry is None:
+            carry = self.cell.initialize_carry(init_key, (*batch, xs.shape[-1]))
+        self.cell.check_carry(carry, (*batch, xs.shape[-1]))
+        lengths = seq_lengths
+        if lengths is not None:
+            lengths = jnp.asarray(lengths)
+            check(
+                lengths.shape == batch and jnp.issubdtype(lengths.dtype, jnp.integer),
+                f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one "
+                f"integer for each sequence, here {batch}",
+            )
+        mask = self.draw_state_mask(batch, deterministic)
+        if len(batch) != 1:  # The recurrence wants one batch axis.
+            rows = math.prod(batch)
+            xs = xs.reshape(xs.shape[0], rows, xs.shape[-1])
+            carry = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), carry)
+            mask = {name: m if m.ndim == 0 else m.reshape(rows, -1) for name, m in mask.items()}
+            lengths = None if lengths is None else lengths.reshape(rows)
+        flip = functools.partial(
+            recurrent.flip_sequences, seq_lengths=lengths, num_batch_dims=1, time_major=True
+        )
+        last = None
+        if return_carry and lengths is not None and len(xs):
+            last = _marks_of_last(lengths, xs.shape[0])
+        carry, ys = self.window(carry, flip(xs) if reverse else xs, **mask, last=last)
+        ys = flip(ys) if reverse and keep_order else ys
+        ys = jnp.moveaxis(ys.reshape(ys.shape[0], *batch, ys.shape[-1]), 0, time_axis)
+        if not return_carry:
+            return ys
+        return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), carry), ys
+
+    def draw_state_mask(
+        self, batch: tuple[int, ...], deterministic: bool | None
+    ) -> dict[str, jax.Array]:
+        """The mask and scale of state dropout, if there is any."""
+        if self.state_dropout == 0:
+            return {}
+        if nn.merge_param("deterministic", self.deterministic, deterministic):
+            return {}
+        shape = (*batch, self.cell.hidden_size)
+        keep = keep_mask(self.state_dropout, shape, self.make_rng("dropout"))
+        return {"keep": keep, "scale": keep_scale(self.state_dropout, jnp.float32)}
+
+    def window(
+        self,
+        carry: Any,
+        xs: jax.Array,
+        keep: jax.Array | None = None,
+        scale: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        last: jax.Array | None = None,
+    ) -> tuple[Any, jax.Array]:
+        """(carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller has drawn.
+
+        `keep` is the state dropout mask: [B, H] for the whole window or [T, B, H], a new one for
+        each step. `valid` [T, B] is false beyond an example's end, where the output is zero and
+        the state stays as it is. `last` [T, B] marks the step whose carry is returned.
+        """
+        self.check_shapes(carry, xs, keep, scale, valid)
+        xs = xs.astype(self.cell.dtype)
+        given = {"keep": keep, "scale": scale, "valid": valid, "last": last}
+        masks = {name: mask for name, mask in given.items() if mask is not None}
+        moving = {n for n, mask in masks.items() if mask.ndim == 3 or n in ("valid", "last")}
+        scanned = {name: masks[name] for name in moving}
+        constant = {name: masks[name] for name in masks.keys() - moving}
+        if last is not None and isinstance(carry, cells.LSTMCarry):
+            carry = _Marked(*carry, end=carry.c)
+        run = self.run_fast if self.fast and len(xs) else self.run_plainly
+        carry, hs = run(carry, xs, scanned, constant)
+        if valid is not None:
+            hs = jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
+        if last is not None:
+            h = jnp.where(last[..., None], hs, jnp.zeros_like(hs)).sum(0)
+            carry = cells.LSTMCarry(carry.end, h) if isinstance(carry, _Marked) else cells.Carry(h)
+        return carry, hs
+
+    def run_fast(self, carry, xs, scanned, constant):
+        """By `recurrence.py`."""
+        weights, xs = cells.hoist(self.cell.weights(xs.shape[-1]), xs)
+        options: Any = dict(remat_window=self.remat_window, unroll=self.unroll)
+        step = functools.partial(_step, self.cell.cell)
+        try:
+            return recurrence.scan(
+                step, weights, carry, xs, scanned, constant, dtype=self.cell.dtype, **options
+            )
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            raise errors.UsageError(
+                "forward-mode derivatives (jvp, jacfwd, linearize) do not pass through the fast "
+                "recurrence; set fast=False, or use reverse mode (grad, vjp, jacrev)"
+            ) from error
+
+    def run_plainly(self, carry, xs, scanned, constant):
+        """The same, as it is written down: the reference for the fast path."""
+        weights = self.cell.weights(xs.shape[-1])
+
+        def body(carry, inputs):
+            x, extras = inputs
+            params = recurrence.Taps(weights, self.cell.dtype).cast
+            carry = _step(self.cell.cell, params, carry, x, **extras, **constant)
+            return carry, carry.h
+
+        return jax.lax.scan(body, carry, (xs, scanned), unroll=self.unroll)
+
+    def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
+        """As `window` without masks, and every gate at every step, [T, B, ...] each."""
+        self.check_shapes(carry, xs)
+        xs = xs.astype(self.cell.dtype)
+        weights = recurrence.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
+
+        def body(carry, x):
+            carry, gates = self.cell.cell(weights, carry, x)
+            return carry, (carry.h, gates)
+
+        carry, (hs, gates) = jax.lax.scan(body, carry, xs)
+        return carry, hs, gates
+
+    def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
+        """Everything that a window is given fits together."""
+        for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
+            check(value is None or value >= 1, f"{name} {value} must be at least 1")
+        check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
+        self.cell.check_carry(carry, xs.shape[1:])
+        check(
+            (keep is None) == (scale is None),
+            "keep and scale belong together: give 1 / (1 - rate) with the mask, or neither",
+        )
+        if keep is not None:
+            mask = (*xs.shape[:2], self.cell.hidden_size)
+            check(
+                keep.shape in (mask, mask[1:]),
+                f"keep of shape {keep.shape} must be {mask}, or {mask[1:]} for all steps alike",
+            )
+        if valid is not None:
+            check(
+                valid.shape == xs.shape[:2],
+                f"valid of shape {valid.shape} must be [time, batch], here {xs.shape[:2]}",
+            )
+
+
+class _Marked(NamedTuple):
+    """The carry of an LSTM, and the c of the step that was marked as the last one."""
+
+    c: jax.Array
+    h: jax.Array
+    end: jax.Array
+
+
+def _step(cell, params, carry, x, valid=None, last=None, **mask):
+    """A step of a pure cell; beyond an example's end the state stays as it is."""
+    if isinstance(carry, _Marked):
+        after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **mask)
+        return _Marked(*after, end=jnp.where(last[:, None], after.c, carry.end))
+    after, _ = cell(params, carry, x, **mask)
+    if valid is None:
+        return after
+    return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, carry)
+
+
+def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
+    """[T, B]: each sequence's last step; of an empty one it is the last of all, as in Flax."""
+    index = jnp.minimum(lengths, steps) - 1
+    index = jnp.where(index < 0, index + steps, index)
+    return jnp.arange(steps)[:, None] == index[None, :]
+
+
+class Dropout(NamedTuple):
+    """Probabilities of dropping; None where there is no dropout at all."""
+
+    input: Any = None  # On embedded tokens.
+    inter_layer: Any = None  # On what one layer hands to the next.
+    state: Any = None  # On the previous h as the gates read it.
+    output: Any = None  # On the summed output of the layers.
+    downprojected: Any = None  # Once more after a projection or mixture.
+
+
+NO_DROPOUT = Dropout()
+
+
+def dropout(rate: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    """Inverted dropout with a rate that may be traced."""
+    keep = keep_mask(rate, x.shape, key)
+    return jnp.where(keep, x * keep_scale(rate, x.dtype), jnp.zeros_like(x))
+
+
+def keep_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """True with probability 1 - rate."""
+    check(
+        not isinstance(rate, int | float) or 0 <= rate < 1,
+        f"dropout rate {rate} must be at least 0 and below 1; use None for no dropout",
+    )
+    return jax.random.bernoulli(key, 1 - jnp.asarray(rate, jnp.float32), shape)
+
+
+def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
+    """What makes up for the dropped: 1 / (1 - rate)."""
+    return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
+
+
+def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
+    """A zero carry for each layer of a stack or model."""
+    make = layers.find_cell(module.cell)
+    cell = make(module.hidden_size, dtype=module.dtype, parent=None)
+    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
+
+
+class Stack(nn.Module):
+    """Layers of one cell over a window, combined as `output` says."""
+
+    num_layers: int
+    hidden_size: int
+    cell: str = "mogrifier_lstm"
+    cell_options: Any = ()  # A mapping, splatted into the cell.
+    output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
+    state_mask: str = "window"  # State dropout: one mask for the "window" or for each "step".
+    trainable_initial_state: bool = False
+    fast: bool = True
+    remat_window: int | None = None
+    unroll: int = 1
+    dtype: Dtype = jnp.float32
+
+    def setup(self) -> None:
+        """Checks the options and makes the layers."""
+        check(self.num_layers >= 1, f"num_layers {self.num_layers} must be at least 1")
+        check(
+            self.output in ("sum", "residual", "last"),
+            f"output {self.output!r} is not known; use 'sum', 'residual' or 'last'",
+        )
+        check(
+            self.state_mask in ("window", "step"),
+            f"state_mask {self.state_mask!r} is not known; use 'window' or 'step'",
+        )
+        make = functools.partial(layers.find_cell(self.cell), **dict(self.cell_options))
+        self.layers = [
+            RNN(
+                make(self.hidden_size, dtype=self.dtype, parent=None),
+                fast=self.fast,
+                remat_window=self.remat_window,
+                unroll=self.unroll,
+            )
+            for _ in range(self.num_layers)
+        ]
+        if self.trainable_initial_state:
+            self.initial_state = self.param("initial_state", self.init_initial_state)
+
+    def init_initial_state(self, key: jax.Array) -> tuple[Any, ...]:
+        """Zeros, to be trained."""
+        del key
+        return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
+
+    def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
+        """What a sequence starts from: zeros, or the trained initial state."""
+        zeros = zero_carry(self, batch_size)
+        if not self.trainable_initial_state:
+            return zeros
+        return jax.tree.map(lambda v, z: cells.stretch(v, z), self.initial_state, zeros)
+
+    def __call__(
+        self,
+        carry: tuple[Any, ...],
+        xs: jax.Array,
+        valid: jax.Array | None = None,
+        rates: Dropout = NO_DROPOUT,
+    ) -> tuple[tuple[Any, ...], jax.Array]:
+        """(carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
+        self.check_carry(carry)
+        carries: list[Any] = []
+        total: Any = None
+        for index, layer in enumerate(self.layers):
+            if index and rates.inter_layer is not None:
+                xs = dropout(rates.inter_layer, xs, self.make_rng("dropout"))
+            mask = self.draw_state_mask(rates.state, xs.shape)
+            last, hs = layer.window(carry[index], xs, **mask, valid=valid)
+            carries.append(last)
+            if self.output == "residual" and index:
+                hs = total + hs
+            total = total + hs if self.output == "sum" and index else hs
+            xs = hs
+        return tuple(carries), total
+
+    def check_carry(self, carry: Any) -> None:
+        """One carry for each layer; the layers look at them more closely."""
+        check(
+            isinstance(carry, tuple | list) and len(carry) == self.num_layers,
+            f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
+            "each layer; make one with zero_carry(batch_size)",
+        )
+
+    def draw_state_mask(self, rate: Any, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """One mask for each layer, drawn outside the recurrence."""
+        if rate is None:
+            return {}
+        steps = shape[:1] if self.state_mask == "step" else ()
+        mask_shape = (*steps, shape[1], self.hidden_size)
+        keep = keep_mask(rate, mask_shape, self.make_rng("dropout"))
+        return {"keep": keep, "scale": keep_scale(rate, jnp.float32)}
+
+    def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
+        """Every gate of every layer, [T, B, ...] each."""
+        self.check_carry(carry)
+        carries: list[Any] = []
+        found: list[cells.Gates] = []
+        total: Any = None
+        for index, layer in enumerate(self.layers):
+            last, hs, gates = layer.gates(carry[index], xs)
+            carries.append(last)
+            found.append(gates)
+            xs = total + hs if self.output == "residual" and index else hs
+            total = xs
+        return tuple(carries), found

@@ -1,0 +1,241 @@
+"""The NNX cells and RNN against those of linen and of Flax, and NNX's own machinery."""
+
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mogrifier_jax
+from mogrifier_jax import errors, partitioning
+from tests import quick
+
+T, B, D, H = 5, 3, 4, 6
+LENGTHS = np.array([5, 0, 2])
+XS = np.random.default_rng(0).standard_normal((B, T, D)).astype(np.float32)
+CELLS = {
+    "LSTMCell": dict(layer_norm=True),
+    "MogrifierLSTMCell": dict(rounds=3, rank=2),
+    "MLSTMCell": dict(scaling=True),
+    "MogrifierGRUCell": dict(rounds=2),
+    "MogrifierElmanCell": dict(rounds=2, gate_bias=False),
+}
+FLAXS = ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")
+
+
+def make_cell(name="MogrifierLSTMCell", seed=0, **more):
+    options = {**CELLS[name], **more}
+    return getattr(mogrifier_jax.nnx, name)(D, H, rngs=nnx.Rngs(seed), **options)
+
+
+def assert_equal(found, expected, tolerance=1e-5):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def solve(rnn, xs=XS, **given):
+    """What an RNN returns, and the gradients in its cell's parameters and in the inputs."""
+
+    def value(rnn, xs):
+        end, ys = rnn(xs, return_carry=True, **given)
+        weights = jnp.cos(jnp.arange(ys.size)).reshape(ys.shape).astype(ys.dtype)
+        ends = sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(end))
+        return (weights * ys).sum() + ends, (end, ys)
+
+    gradient = nnx.value_and_grad(value, argnums=(0, 1), has_aux=True)
+    (_, found), (d_rnn, d_xs) = gradient(rnn, xs)
+    return found, nnx.to_pure_dict(d_rnn)["cell"], d_xs
+
+
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "MogrifierLSTMCell"))
+def test_linen_and_nnx_are_equal_weight_by_weight_and_gradient_by_gradient(name):
+    cell = make_cell(name)
+    linen = getattr(mogrifier_jax, name)(H, **CELLS[name])
+    key = nnx.Rngs(0).params()
+    expected = linen.init(key, D, method="weights")["params"]
+    assert_equal(nnx.to_pure_dict(nnx.state(cell)), expected, 0)
+    other = nnx.to_pure_dict(nnx.state(make_cell(name, seed=1)))
+    assert abs(other["gates"]["input"] - expected["gates"]["input"]).max() > 1e-2
+
+    def value(params, xs):
+        rnn = mogrifier_jax.RNN(linen, return_carry=True)
+        end, ys = rnn.apply({"params": {"cell": params}}, xs, seq_lengths=LENGTHS)
+        weights = jnp.cos(jnp.arange(ys.size)).reshape(ys.shape)
+        ends = sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(end))
+        return (weights * ys).sum() + ends, (end, ys)
+
+    grads, found = jax.grad(value, (0, 1), has_aux=True)(expected, XS)
+    assert_equal(solve(mogrifier_jax.nnx.RNN(cell), seq_lengths=LENGTHS), (found, *grads), 1e-6)
+    assert all(abs(leaf).max() > 1e-5 for leaf in jax.tree.leaves(grads))
+
+
+def flax_or_ours(name):
+    if name in CELLS:
+        return make_cell(name)
+    cell = getattr(nnx, name.removeprefix("nnx."))(D, H, rngs=nnx.Rngs(0))
+    state = jax.tree.map(lambda leaf: leaf + 0.1, nnx.state(cell, nnx.Param))
+    nnx.update(cell, state)  # No bias is zero.
+    return cell
+
+
+ALL = [*CELLS, *(f"nnx.{name}" for name in FLAXS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(),
+        dict(seq_lengths=LENGTHS, reverse=True, keep_order=True),
+        dict(time_major=True, reverse=True),
+    ],
+)
+def test_it_is_the_rnn_of_nnx_of_the_same_cell(name, given):
+    expected = solve(nnx.RNN(flax_or_ours(name)), **given)
+    assert_equal(solve(mogrifier_jax.nnx.RNN(flax_or_ours(name)), **given), expected)
+    other = solve(mogrifier_jax.nnx.RNN(flax_or_ours(name)), XS**2, **given)
+    assert abs(other[0][1] - expected[0][1]).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_float64():
+    with jax.enable_x64(True):
+        xs = XS.astype(np.float64)
+        options = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+        expected = solve(nnx.RNN(make_cell(**options)), xs, seq_lengths=LENGTHS)
+        found = solve(mogrifier_jax.nnx.RNN(make_cell(**options)), xs, seq_lengths=LENGTHS)
+        assert_equal(found, expected, 1e-12)
+
+
+@pytest.mark.slow
+def test_both_directions():
+    def both(kind):
+        return nnx.Bidirectional(kind(make_cell()), kind(make_cell(seed=1)))
+
+    expected = both(nnx.RNN)(XS, seq_lengths=LENGTHS)
+    found = nnx.jit(both(mogrifier_jax.nnx.RNN))(XS, seq_lengths=LENGTHS)
+    assert_equal(found, expected)
+    assert abs(found[..., :H] - found[..., H:]).max() > 1e-2
+
+
+def test_signature_is_that_of_nnx():
+    for ours, theirs in (
+        (mogrifier_jax.nnx.RNN.__init__, nnx.RNN.__init__),
+        (mogrifier_jax.nnx.RNN.__call__, nnx.RNN.__call__),
+        (mogrifier_jax.RNN.__call__, nn.RNN.__call__),
+    ):
+        found, expected = (inspect.signature(f).parameters for f in (ours, theirs))
+        assert expected.keys() <= found.keys()
+        for name, parameter in expected.items():
+            assert (found[name].kind, found[name].default) == (parameter.kind, parameter.default)
+    assert "fast" not in inspect.signature(nnx.RNN.__init__).parameters
+
+
+@pytest.mark.slow
+def test_an_optimizer_trains_it():
+    """nnx.jit, nnx.grad, nnx.Optimizer; without steps nothing moves."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            cell = mogrifier_jax.nnx.MogrifierLSTMCell(D, H, rounds=2, rngs=rngs)
+            self.rnn = mogrifier_jax.nnx.RNN(cell, state_dropout=0.1, rngs=rngs)
+            self.head = nnx.Linear(H, 1, rngs=rngs)
+
+        def __call__(self, xs):
+            return self.head(self.rnn(xs))[..., 0]
+
+    model = Model(nnx.Rngs(0, dropout=1))
+    optimizer = nnx.Optimizer(model, optax.adam(0.02), wrt=nnx.Param)
+    targets = np.cumsum(XS[..., 0], 1)
+
+    def loss_of(model):
+        return jnp.square(model(XS) - targets).mean()
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    model.eval()
+    before = loss_of(model)
+    assert loss_of(model) == before
+    model.train()
+    for _ in range(30):
+        step(model, optimizer)
+    model.eval()
+    assert loss_of(model) < 0.5 * before
+
+
+def test_split_and_merge():
+    rnn = mogrifier_jax.nnx.RNN(make_cell())
+    expected = rnn(XS)
+    graph, params, rest = nnx.split(rnn, nnx.Param, ...)
+    halved = jax.tree.map(lambda leaf: 0.5 * leaf, params)
+
+    @quick.jit
+    def run(params):
+        return nnx.merge(graph, params, rest)(XS)
+
+    assert_equal(run(params), expected)
+    assert abs(run(halved) - expected).max() > 1e-3
+    assert nnx.split(mogrifier_jax.nnx.RNN(make_cell()), nnx.Param, ...)[0] == graph
+    assert nnx.split(mogrifier_jax.nnx.RNN(make_cell(zigzag=False)), nnx.Param, ...)[0] != graph
+
+
+def test_a_step_and_its_carry():
+    cell = make_cell(dtype=jnp.bfloat16)
+    carry, y = cell(cell.initialize_carry((B, D), nnx.Rngs(0)), XS[:, 0])
+    assert y.dtype == carry.h.dtype == jnp.bfloat16 and carry.c.dtype == jnp.float32
+    assert cell.gates["input"].dtype == jnp.float32 and cell.num_feature_axes == 1
+    drawn = cell.initialize_carry((B, D), nnx.Rngs(0), nnx.initializers.normal())
+    assert abs(drawn.c).max() > 1e-3 and drawn.h.shape == (B, H)
+    assert not cell.initialize_carry((B, D)).c.any()
+
+
+def test_state_dropout_draws_from_its_stream():
+    def make(**options):
+        return mogrifier_jax.nnx.RNN(make_cell(), state_dropout=0.5, **options)
+
+    rnn = make(rngs=nnx.Rngs(0))
+    first, second = rnn(XS), rnn(XS)
+    assert abs(first - second).max() > 1e-3
+    plain = mogrifier_jax.nnx.RNN(make_cell())(XS)
+    assert_equal(rnn(XS, deterministic=True), plain)
+    rnn.eval()
+    assert_equal(rnn(XS), plain)
+    keys = functools.partial(nnx.Rngs, dropout=5)
+    assert_equal(make()(XS, rngs=keys()), make()(XS, rngs=keys()), 0)
+    with pytest.raises(errors.UsageError, match=r"state_dropout 0.5 needs random numbers: give"):
+        make()(XS)
+
+
+def test_metadata_goes_to_the_parameters():
+    mesh = partitioning.make_mesh(data=4, model=2)
+    sharding = {"out_sharding": (None, None, "model"), "mesh": mesh}
+    cell = make_cell(metadata={"gates/input": sharding})
+    shards = {shard.data.shape for shard in cell.gates["input"][...].addressable_shards}
+    assert shards == {(D, 4, H // 2)}
+    whole = cell.gates["recurrent"][...].addressable_shards
+    assert {shard.data.shape for shard in whole} == {(H, 4, H)}
+    assert_equal(mogrifier_jax.nnx.RNN(cell)(XS), mogrifier_jax.nnx.RNN(make_cell())(XS))
+    with pytest.raises(errors.UsageError, match=r"metadata for gates/kernel, .* no parameter"):
+        make_cell(metadata={"gates/kernel": {}})
+
+
+def test_the_gating_alone():
+    gating = mogrifier_jax.nnx.Mogrifier(D, H, rounds=3, rank=2, rngs=nnx.Rngs(0))
+    x, h = XS[:, 0], np.ones((B, H), np.float32)
+    linen = mogrifier_jax.Mogrifier(rounds=3, rank=2)
+    params = nnx.to_pure_dict(nnx.state(gating))
+    assert_equal(gating(x, h), linen.apply({"params": params}, x, h))
+    assert_equal(params, linen.init(nnx.Rngs(0).params(), x, h)["params"], 0)
+    assert abs(gating(x, h)[0] - x).max() > 1e-2
