@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from mogrifier_jax import errors, options
 
 FLAGS = flags.FLAGS
-MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect", "tune")
+MODES = ("train", "evaluate", "sample", "preflight", "sweep", "inspect", "explore", "tune")
 # What a missing module belongs to: the package alone is enough for the cells.
 EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
@@ -30,8 +30,9 @@ _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _JSON = flags.DEFINE_string("json", None, "For preflight, inspect: a file for the numbers.")
-_PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
-_LENGTH = flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
+_TEXT = flags.DEFINE_string("text", None, "For explore: a file to read.")
+_PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins; explore: the text.")
+_LENGTH = flags.DEFINE_integer("length", 300, "For sample, explore: tokens to draw, to show.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
 _TOP_K = flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
 _TOP_P = flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
@@ -77,6 +78,7 @@ def main(argv: Sequence[str]) -> None:
             preflight=preflight,
             sweep=sweep,
             inspect=inspect,
+            explore=explore,
             tune=tune,
         )
         try:
@@ -160,6 +162,18 @@ def inspect() -> None:
     if not all(folders):
         raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
     inspection.run(folders, document=_REPORT.value, json_path=_JSON.value)
+
+
+def explore() -> None:
+    """Writes a page that shows the runs in --workdir (several: a,b) reading a text."""
+    from mogrifier_jax import explore as exploring
+
+    exploring.run(
+        (_WORKDIR.value or "").split(","),
+        path=_TEXT.value,
+        prompt=_PROMPT.value,
+        length=_LENGTH.value,
+    )
 
 
 def train() -> None:
