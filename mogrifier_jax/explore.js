@@ -159,17 +159,17 @@ function sentence() {
     const where = "frj".includes(name) ? "a unit of the layer" : "a unit";
     return `${none}Layer ${layer}: <span class="formula">${formula}</span>, ${words}. A row is ${where}, a column the moment when a token is read (${link("section 2")}).`;
   }
-  const colours = "A column is the moment when a token is read; red is scaled up, blue is scaled down";
-  const what = side(name) === "x" ? `<i>x</i>, ${state.layer ? `the output of layer ${layer - 1}` : "the embedded token"}` : "<i>h</i><sub>prev</sub>, the layer’s output before the token";
+  const colours = `A column is the moment when a token is read; red is ${state.contrast === "change" ? "above the unit’s own mean, blue below it" : "scaled up, blue is scaled down"}`;
+  const what = side(name) === "x" ? `<span class="math"><i>x</i></span>, ${state.layer ? `the output of layer ${layer - 1}` : "the embedded token"}` : '<span class="math"><i>h</i><sub>prev</sub></span>, the layer’s output before the token';
   if (name.endsWith("_scale")) {
     const first = name[0] === "x" ? 1 : 2, all = [];
     for (let i = first; i <= run.rounds; i += 2) all.push(i);
-    return `Layer ${layer}: by how much all rounds together scale <span class="math">${what}</span>; the product of the gates of round${all.length > 1 ? "s" : ""} ${all.join(", ")}. A row is a unit of it. ${colours} (${link("equations 1 and 2")}).`;
+    return `Layer ${layer}: by how much all rounds together scale ${what}; the product of the gates of round${all.length > 1 ? "s" : ""} ${all.join(", ")}. A row is a unit of it. ${colours} (${link("equations 1 and 2")}).`;
   }
   const i = Number(name.slice(5)), odd = i % 2;
   const source = run.zigzag ? i - 1 : odd ? 0 : -1;
   const formula = odd ? `${X(i)} = 2σ(Q<sup>${i}</sup> ${H(source)}) ⊙ ${X(i - 2)}` : `${H(i)} = 2σ(R<sup>${i}</sup> ${X(source)}) ⊙ ${H(i - 2)}`;
-  return `Layer ${layer}, round ${i} of ${run.rounds}: <span class="formula">${formula}</span>. The map shows the gate 2σ(·); a row is a unit of <span class="math">${what}</span>. ${colours} (${link(`equation ${odd ? 1 : 2}`)}).`;
+  return `Layer ${layer}, round ${i} of ${run.rounds}: <span class="formula">${formula}</span>. The map shows the gate 2σ(·); a row is a unit of ${what}. ${colours} (${link(`equation ${odd ? 1 : 2}`)}).`;
 }
 
 // State.

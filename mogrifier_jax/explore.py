@@ -95,8 +95,8 @@ def run(
         text, source = prompt, "a prompt"
     else:
         plan = texts.read_splits(loaded[0]).plan("valid", 1, window=length)
-        ids = np.asarray(plan.batch_at(plan.stream, 0).targets)[0]
-        text = runs[0].vocabulary.decode(ids)
+        window = plan.batch_at(plan.stream, 0)
+        text = runs[0].vocabulary.decode(window.targets[0, : window.lengths[0]])
         source = f"the validation text of {runs[0].config.data.name}"
     page = make_page(runs, text, source=source, length=length)
     saved = page.save(pathlib.Path(folders[0]) / "explore.html")

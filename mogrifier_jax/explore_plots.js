@@ -49,7 +49,7 @@ function showDiagram() {
   gates.forEach((name, k) => node(name, x + k * 54, y, 48));
   parts.push(`<text x="${x + (gates.length * 54 - 6) / 2}" y="${y + height + 16}">${run.cell.includes("gru") ? "GRU" : run.cell.includes("elman") ? "Elman" : "LSTM"} gates and state</text>`);
   const wide = x + gates.length * 54 + 4;
-  $("diagram").innerHTML = `<svg width="${wide}" height="${run.rounds ? below + height + 6 : 64}" role="group" aria-label="Rounds and gates"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" fill="${css("--hover")}"/></marker></defs>${parts.join("")}${nodes.join("")}</svg>`;
+  $("diagram").innerHTML = `<svg width="${wide}" viewBox="0 0 ${wide} ${run.rounds ? below + height + 6 : 64}" role="group" aria-label="Rounds and gates"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" fill="${css("--hover")}"/></marker></defs>${parts.join("")}${nodes.join("")}</svg>`;
 }
 
 // Lines and heat maps share their columns.
@@ -238,7 +238,7 @@ function drawPlots() {
 }
 function drawAxis() {
   const tilted = WORDS && view.column < 60;
-  const context = surface($("axis"), WORDS && view.column > 11 ? 74 : 32);
+  const context = surface($("axis"), WORDS && view.column > 11 ? 88 : 24);
   context.textAlign = "center";
   const label = (t, name) => {
     context.fillStyle = css(name);
@@ -291,7 +291,7 @@ function hover(changes) {
 function context(t) {
   const reachOf = WORDS ? 5 : 18, between = WORDS ? " " : "";
   const range = (from, to) => [...Array(Math.max(0, to - from)).keys()].map((k) => escape(shown(from + k).replace("␣", " "))).join(between);
-  return `${t > reachOf ? "…" : ""}${range(Math.max(0, t - reachOf), t)}${between}<em>${escape(shown(t))}</em>${between}${range(t + 1, Math.min(N, t + 1 + reachOf / 2))}`;
+  return `${t > reachOf ? "…" : ""}${range(Math.max(0, t - reachOf), t)}${between}<em>${escape(shown(t))}</em>${between}${range(t + 1, Math.min(N, t + 1 + Math.floor(reachOf / 2)))}`;
 }
 function head(t, pin) {
   const unknown = wordAt(t) === DATA.unknown ? `<br>unknown, read as ${escape(DATA.unknown)}` : "";
@@ -413,7 +413,7 @@ function fromHash() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
     if (["token", "layer", "run", "pin"].includes(key)) given[key] = Number(value) - 1;
     else if (["zoom", "unit"].includes(key)) given[key] = Number(value);
-    else if (["map", "shade", "order", "theme"].includes(key)) given[key] = value;
+    else if (["map", "shade", "order", "contrast", "theme"].includes(key)) given[key] = value;
   return given;
 }
 async function start() {
