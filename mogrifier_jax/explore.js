@@ -55,6 +55,13 @@ async function unpack(run) {
   delete run.data;
 }
 
+// Models keep their colours, whichever comes first.
+function colourRuns() {
+  const free = [0, 1, 2, 3], usual = { Mogrifier: 0, LSTM: 1 };
+  for (const named of [true, false])
+    for (const run of DATA.runs.filter((each) => each.name in usual === named)) run.colour = `--run${free.splice(named ? free.indexOf(usual[run.name]) : 0, 1)[0]}`;
+}
+
 const spell = (word) => (word === DATA.eos ? "↵" : word === " " ? "␣" : word);
 const wordAt = (t) => DATA.words[DATA.tokens[t]];
 const shown = (t) => (t in DATA.spelling ? DATA.spelling[t] : spell(wordAt(t)));
@@ -182,6 +189,7 @@ function update(changes = {}) {
   if (state.against === state.run || state.against < 0) state.against = DATA.runs.length > 1 ? (state.run + 1) % DATA.runs.length : -1;
   if (state.against < 0 && state.shade === "difference") state.shade = "surprisal";
   state.token = clamp(state.token, 0, N - 1);
+  if (!(state.pin < N)) state.pin = -1;
   state.layer = clamp(state.layer, 0, run.maps.length - 1);
   if (!(state.map in run.maps[state.layer])) state.map = run.rounds ? "x_scale" : "f" in run.maps[0] ? "f" : run.names[0];
   if (!map().kept.includes(state.unit)) state.unit = -1;
@@ -275,7 +283,7 @@ function showControls() {
     const sizes = `${r.maps.length} layer${r.maps.length > 1 ? "s" : ""} of ${r.hidden}, ${r.rounds ? `${r.rounds} rounds` : "no rounds"}`;
     return [k, `<b>${escape(r.name)}</b><span class="score number">${score}</span><span class="note">${sizes}</span>`, `${r.folder}, step ${r.step}, ${r.parameters.toLocaleString("en")} parameters`];
   }), state.run, (k) => update({ run: k }));
-  [...$("runs").children].forEach((button, k) => { button.classList.add("run"); button.style.setProperty("--own", `var(--run${k})`); });
+  [...$("runs").children].forEach((button, k) => { button.classList.add("run"); button.style.setProperty("--own", `var(${DATA.runs[k].colour})`); });
   const labels = { surprisal: "surprisal", difference: other && `${run.name} − ${other.name}`, mean: `mean of ${short(state.map)}`, unit: `unit ${state.unit}` };
   choices($("shades"), shades().map((key) => [key, escape(labels[key])]), state.shade, (shade) => update({ shade }));
   choices($("layers"), run.maps.map((_, k) => [k, `layer ${k + 1}`]), state.layer, (layer) => update({ layer }));

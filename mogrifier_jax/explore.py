@@ -2,7 +2,7 @@
 
 Axes: N tokens of the text, U units of a map, K likeliest tokens. A map is what one gate of one
 layer does, units by tokens; its names are those of `analysis.name_gates`. The page is
-`explore.html` with the style and the scripts beside it put into it, and data that `pack` makes small.
+`explore.html` with style, scripts and data put into it. The data is made small by `pack`.
 Surprisals, probabilities and means are float32. Maps are decimal fixed point, so that the digits
 which the page shows of a value are the right ones.
 """
@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -95,7 +96,7 @@ def run(
         text, source = prompt, "a prompt"
     else:
         plan = texts.read_splits(loaded[0]).plan("valid", 1, window=length)
-        window = plan.batch_at(plan.stream, 0)
+        window = plan.batch_at(plan.stream, jnp.int32(0))
         text = runs[0].vocabulary.decode(window.targets[0, : window.lengths[0]])
         source = f"the validation text of {runs[0].config.data.name}"
     page = make_page(runs, text, source=source, length=length)
@@ -320,7 +321,12 @@ def fill(data: Mapping[str, Any], title: str) -> str:
     document, style, *scripts = ((_FOLDER / name).read_text(encoding="utf-8") for name in files)
     # A "<" of the text must not end the script that holds it.
     content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    parts = {"title": html.escape(title), "style": style, "script": "".join(scripts), "data": content}
+    parts = {
+        "title": html.escape(title),
+        "style": style,
+        "script": "".join(scripts),
+        "data": content,
+    }
     pieces = document.split("{{")
     filled = [pieces[0]]
     for piece in pieces[1:]:

@@ -133,7 +133,7 @@ function makeHeats() {
     const heat = { m, order, canvas, height: clamp(2 * order.length, 110, runs.length > 1 ? 220 : 300), image: paint(m, order) };
     const some = order.length < m.units ? `${order.length} of ${m.units} units, those that vary most` : `${m.units} units`;
     box.className = "plot";
-    box.innerHTML = `<div class="gutter" style="top:4px"><b style="color:var(--run${k})">${escape(run.name)}</b><br><span class="math"><i>${short(m.name)}</i></span><br>${some}</div>`;
+    box.innerHTML = `<div class="gutter" style="top:4px"><b style="color:var(${DATA.runs[k].colour})">${escape(run.name)}</b><br><span class="math"><i>${short(m.name)}</i></span><br>${some}</div>`;
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${run.name}, layer ${state.layer + 1}, ${short(m.name)}: units by tokens`);
     const find = (event) => {
@@ -155,7 +155,7 @@ function makeHeats() {
 
 function lanes() {
   const run = current(), other = DATA.runs[state.against], m = map(), theirs = other && map(other);
-  const maps = run.maps[state.layer], own = `--run${state.run}`, their = `--run${state.against}`;
+  const maps = run.maps[state.layer], own = run.colour, their = other && other.colour;
   const list = [{ id: "surprisal", name: "surprisal, bits", base: 0, lines: [[run.bits, own], ...(other ? [[other.bits, their]] : [])] }];
   const means = [[m.mean, own], ...(theirs ? [[theirs.mean, their]] : [])];
   if (state.unit >= 0) {
@@ -302,25 +302,25 @@ function facts(run, t) {
   const maps = run.maps[state.layer] || {}, m = map(run);
   const rows = { surprisal: `${digits(run.bits[t])} bits`, probability: percent(2 ** -run.bits[t]), rank: run.ranks[t], "entropy before": `${digits(run.entropy[t])} bits`, "entropy after": `${digits(run.entropy[t + 1])} bits` };
   rows[`mean of ${short(state.map)}`] = m ? digits(m.mean[t]) : "–";
-  for (const s of ["x", "h"]) rows[`gating of ${s}, layer ${state.layer + 1}`] = maps[`${s}_scale`] ? digits(maps[`${s}_scale`].strength[t]) : "–";
+  if (DATA.runs.some((each) => each.rounds)) for (const s of ["x", "h"]) rows[`gating of ${s}, layer ${state.layer + 1}`] = maps[`${s}_scale`] ? digits(maps[`${s}_scale`].strength[t]) : "–";
   return rows;
 }
-function guesses(run, k, t, actual) { // What is expected after t tokens.
+function guesses(run, t, actual) { // What is expected after t tokens.
   const K = run.ids.length / (N + 1), rows = [];
   for (let place = 0; place < K; place++) rows.push([run.ids[t * K + place], run.probabilities[t * K + place]]);
   const real = actual < N ? DATA.tokens[actual] : -1;
   const list = rows.map(([id, p]) => [id, p, id === real]);
   if (real >= 0 && !list.some((row) => row[2])) list.splice(K - 1, 1, [real, 2 ** -run.bits[actual], true]);
   const most = list[0][1];
-  return `<div style="--own:var(--run${k})">${DATA.runs.length > 1 ? `<h3 style="color:var(--own)">${escape(run.name)}</h3>` : ""}${list.map(([id, p, is]) => `<div class="guess${is ? " real" : ""}"><code>${escape(spell(DATA.words[id]))}</code><i style="width:${(100 * p) / most}%"></i><span>${percent(p)}</span></div>`).join("")}</div>`;
+  return `<div style="--own:var(${run.colour})">${DATA.runs.length > 1 ? `<h3 style="color:var(--own)">${escape(run.name)}</h3>` : ""}${list.map(([id, p, is]) => `<div class="guess${is ? " real" : ""}"><code>${escape(spell(DATA.words[id]))}</code><i style="width:${(100 * p) / most}%"></i><span>${percent(p)}</span></div>`).join("")}</div>`;
 }
 function showCard() {
   const t = state.token, runs = state.against < 0 ? [state.run] : [state.run, state.against];
   const columns = runs.map((k) => facts(DATA.runs[k], t));
-  const names = runs.map((k) => `<th style="color:var(--run${k})">${escape(DATA.runs[k].name)}</th>`).join("");
+  const names = runs.map((k) => `<th style="color:var(${DATA.runs[k].colour})">${escape(DATA.runs[k].name)}</th>`).join("");
   const table = Object.keys(columns[0]).map((key) => `<tr data-fact="${key}"><td>${key}</td>${columns.map((column) => `<td><span class="number">${column[key]}</span></td>`).join("")}</tr>`).join("");
   const same = DATA.tokens.filter((id) => id === DATA.tokens[t]).length;
-  const lists = (at, actual) => `<div class="lists">${runs.map((k) => guesses(DATA.runs[k], k, at, actual)).join("")}</div>`;
+  const lists = (at, actual) => `<div class="lists">${runs.map((k) => guesses(DATA.runs[k], at, actual)).join("")}</div>`;
   $("card").innerHTML = `${head(t, false)}
     <div class="bar" style="margin-top:8px"><button id="pin">${state.pin === t ? "unpin" : "pin this token"}</button><button id="next" ${same < 2 ? "disabled" : ""}>next ${escape(shown(t))}, ${same} in all</button></div>
     <table id="facts" style="margin-top:8px">${runs.length > 1 ? `<tr><th></th>${names}</tr>` : ""}${table}</table>
@@ -420,6 +420,7 @@ async function start() {
   await Promise.all(DATA.runs.map(unpack));
   const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   const surprising = current().bits.reduce((best, v, t) => (t && v > current().bits[best] ? t : best), 0);
+  colourRuns();
   writeText();
   listen();
   update({ theme, token: surprising, ...fromHash() });

@@ -186,8 +186,10 @@ class TrainedModel:
             )
 
         parts = list(self._windows(run, len(inputs)))
-        found = [np.concatenate(arrays)[: len(inputs)] for arrays in zip(*parts, strict=True)]
-        return Predictions(*found[:3], found[3][:-1])
+        ids, probabilities, entropy, ranks = (
+            np.concatenate(arrays)[: len(inputs)] for arrays in zip(*parts, strict=True)
+        )
+        return Predictions(ids, probabilities, entropy, ranks[:-1])
 
     def explore(
         self, text: str | bytes, *others: "TrainedModel", length: int = 300

@@ -81,6 +81,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
         about = email.message_from_bytes(archive.read(metadata))
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"mogrifier_jax"}
     assert "mogrifier_jax/paper_results.json" in names and "mogrifier_jax/datasets/ptb.py" in names
+    assert {f"mogrifier_jax/explore.{kind}" for kind in ("css", "html", "js")} <= set(names)
     assert any(name.endswith("LICENSE") for name in names) and "mogrifier_jax/py.typed" in names
     assert about["Name"] == "mogrifier_jax" and about["Version"] == mogrifier_jax.__version__
     needed = [item for item in about.get_all("Requires-Dist") if "extra ==" not in item]
