@@ -293,3 +293,56 @@ function showControls() {
   const m = map(), kind = kindOf(m), what = state.contrast === "change" ? "from its mean" : short(m.name);
   showScale($("legend"), (t) => rgb(colour(kind, t)), kind === "gate" ? 0 : -1, 1, ...ends(m), m.kind === "factor" ? `${what}, log₂ scale` : what);
 }
+
+// The diagram: the paper's figure, with what each gate is on average as the picked token is read.
+
+function showDiagram() {
+  const run = current(), maps = run.maps[state.layer], t = state.token;
+  const step = 84, width = 62, height = 38, top = 4, below = 62, left = 34;
+  const parts = [], nodes = [];
+  const node = (name, x, y, w = width) => {
+    const m = maps[name];
+    const back = m.kind === "factor" ? Math.log2(Math.max(m.mean[t], 1e-6)) / (name.startsWith("round") ? 2 : 3) : m.mean[t] / (m.kind === "gate" ? 1 : m.reach);
+    nodes.push(`<g class="node${name === state.map ? " chosen" : ""}" data-map="${name}" tabindex="0" role="button" aria-label="${short(name)}"><title>${short(name)}: mean over units as this token is read</title>
+      <rect x="${x}" y="${y}" width="${w}" height="${height}" rx="7" fill="${rgb(mix(palette().neutral, colour(m.kind, back), 0.6))}"/>
+      <text class="name" x="${x + w / 2}" y="${y + 17}">${short(name)}</text><text class="value" x="${x + w / 2}" y="${y + 31}">${digits(m.mean[t])}</text></g>`);
+  };
+  const line = (kind, x1, y1, x2, y2) => parts.push(`<line class="edge ${kind}" x1="${x1}" y1="${y1}" x2="${x2}" y2="${y2}" marker-end="url(#tip)"/>`);
+  let x = 8;
+  if (run.rounds) {
+    const row = { x: top, h: below };
+    const at = (i) => left + i * step; // Where round i is; x⁻¹ and h⁰ are in place 0.
+    for (const s of ["x", "h"]) {
+      parts.push(`<text class="start" x="20" y="${row[s] + 24}">${s}${s === "x" ? "⁻¹" : "⁰"}</text>`);
+      let end = 36;
+      for (let i = s === "x" ? 1 : 2; i <= run.rounds; i += 2) {
+        line("", end, row[s] + height / 2, at(i) - 4, row[s] + height / 2);
+        end = at(i) + width;
+      }
+      const total = at(run.rounds + 1) + 8;
+      line("", end, row[s] + height / 2, total - 4, row[s] + height / 2);
+      if (`${s}_scale` in maps) node(`${s}_scale`, total, row[s], 74);
+    }
+    for (let i = 1; i <= run.rounds; i++) {
+      const s = i % 2 ? "x" : "h", other = i % 2 ? "h" : "x";
+      const source = run.zigzag && i > 1 ? at(i - 1) + width / 2 + 8 : 24;
+      const bottom = other === "x" ? row.x + height : row.h, goal = s === "x" ? row.x + height : row.h;
+      line("gating", source, bottom, at(i) + width / 2 - 6, goal + (s === "x" ? 3 : -3));
+      parts.push(`<text x="${(source + at(i) + width / 2) / 2 + (s === "x" ? 14 : -14)}" y="${(bottom + goal) / 2 + 4}" font-style="italic">${i % 2 ? "Q" : "R"}${up(i)}</text>`);
+      node(`round${i}`, at(i), row[s]);
+    }
+    x = at(run.rounds + 1) + 104;
+  }
+  const gates = run.names.filter((name) => GATES.includes(name));
+  if (run.rounds) {
+    line("", x - 22, top + height / 2, x + 8, 46);
+    line("", x - 22, below + height / 2, x + 8, 58);
+    x += 14;
+  }
+  const y = run.rounds ? (top + below) / 2 : top;
+  gates.forEach((name, k) => node(name, x + k * 54, y, 48));
+  parts.push(`<text x="${x + (gates.length * 54 - 6) / 2}" y="${y + height + 16}">${run.cell.includes("gru") ? "GRU" : run.cell.includes("elman") ? "Elman" : "LSTM"} gates and state</text>`);
+  const wide = x + gates.length * 54 + 4;
+  $("diagram").innerHTML = `<svg width="${wide}" viewBox="0 0 ${wide} ${run.rounds ? below + height + 6 : 64}" role="group" aria-label="Rounds and gates"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" fill="${css("--hover")}"/></marker></defs>${parts.join("")}${nodes.join("")}</svg>`;
+}
+
