@@ -24,8 +24,8 @@ from mogrifier_jax.evaluation import options as evaluation_options
 
 FLAGS = flags.FLAGS
 MODES = (
-    *("train", "evaluate", "sample", "export", "preflight", "sweep", "inspect", "tune"),
-    "config",
+    *("train", "evaluate", "sample", "export", "preflight", "sweep", "inspect", "explore"),
+    *("tune", "config"),
 )
 # What a missing module belongs to: the package alone is enough for the cells.
 EXTRAS = {
@@ -47,8 +47,9 @@ _MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
 _SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
 _JSON = flags.DEFINE_string("json", None, "For preflight, inspect, config: a file for JSON.")
-_PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins.")
-flags.DEFINE_integer("length", 300, "For sample: tokens to draw.")
+_TEXT = flags.DEFINE_string("text", None, "For explore: a file to read.")
+_PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins; explore: the text.")
+flags.DEFINE_integer("length", 300, "For sample, explore: tokens to draw, to show.")
 flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
 flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
 flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
@@ -109,6 +110,7 @@ def main(argv: Sequence[str]) -> None:
             preflight=preflight,
             sweep=sweep,
             inspect=inspect,
+            explore=explore,
             tune=tune,
         )
         with sentences():
@@ -233,6 +235,13 @@ def inspect() -> None:
     if not all(folders()):
         raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
     inspection.run(folders(), document=_REPORT.value, json_path=_JSON.value)
+
+
+def explore() -> None:
+    """Writes a page that shows the runs in --workdir (several: a,b) reading a text."""
+    from mogrifier_jax.analysis import explore as exploring
+
+    exploring.run(folders(), path=_TEXT.value, prompt=_PROMPT.value, length=FLAGS.length)
 
 
 def train() -> None:

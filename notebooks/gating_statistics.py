@@ -151,3 +151,13 @@ recovery = {
     name: token_losses.recovery(given.nats, (0, 0.5, 1, 2, 4, 6)) for name, given in scores.items()
 }
 gate_plots.draw_losses(recovery, "loss of the token before it, nats")
+
+# %% [markdown]
+# ## To move in
+#
+# The sentence once more, with everything about it, on a page that answers to mouse and keys. It is
+# cut short here, as the notebook keeps the page. `.save("explore.html")` writes one to open in a
+# browser, and `runs["Mogrifier"].explore(text, runs["LSTM"])` shows both models.
+
+# %%
+runs["Mogrifier"].explore(sentence, length=30)

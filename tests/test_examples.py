@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 import mogrifier_jax
 from mogrifier_jax import configs
-from tests import quick, workdir
+from tests import browser, quick, workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -73,8 +74,12 @@ def test_adding_learns_in_nnx(load, capsys):
 
 
 @pytest.mark.slow
-def test_the_picture_of_gates_is_drawn(load, tmp_path):
+@pytest.mark.skipif(not browser.BINARY, reason="chromium is not installed")
+def test_a_picture_of_the_page_is_taken(load, tmp_path):
     text = "the cat sat on the mat\n"
     workdir.write(tmp_path / "run", text, hidden_size=6, num_layers=1, rounds=3)
-    load("gates.py").main(tmp_path / "run", tmp_path / "gates.png", "the mat")
-    assert (tmp_path / "gates.png").read_bytes().startswith(b"\x89PNG")
+    example = load("explore.py")
+    example.main(tmp_path / "run", tmp_path / "explore.png", "the mat")
+    with Image.open(tmp_path / "explore.png") as picture:
+        assert picture.width == example.WIDTH * example.SCALE
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 100  # It is not blank.

@@ -116,6 +116,13 @@ def trained(monkeypatch):
         ),
         (["--mode=inspect"], "--workdir is missing"),
         (["--mode=inspect", "--workdir=none"], "none does not exist"),
+        (["--mode=explore"], "--workdir is missing; give that of a run, or two: a,b"),
+        (["--mode=explore", "--workdir=none"], "none does not exist"),
+        (
+            ["--mode=explore", "--workdir=none", "--text=a", "--prompt=b"],
+            "--text and --prompt are both given; give one of them",
+        ),
+        (["--mode=explore", "--workdir=none", "--length=0"], "length 0 must be from 1 to 2,000"),
         (["--mode=tune", "--study=appendix_a"], "--config is missing; give an experiment"),
         (["--mode=tune", TINY, "--workdir=x", "--study=apendix"], "apendix"),
         (["--mode=tune", TINY, "--workdir=x"], "--study"),

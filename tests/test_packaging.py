@@ -82,6 +82,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"mogrifier_jax"}
     assert "mogrifier_jax/evaluation/paper_results.json" in names
     assert "mogrifier_jax/data/datasets/ptb.py" in names
+    files = {f"mogrifier_jax/analysis/explore.{kind}" for kind in ("css", "html", "js")}
+    assert files <= set(names)
     assert any(name.endswith("LICENSE") for name in names) and "mogrifier_jax/py.typed" in names
     assert about["Name"] == "mogrifier_jax" and about["Version"] == mogrifier_jax.__version__
     needed = [item for item in about.get_all("Requires-Dist") if "extra ==" not in item]

@@ -21,6 +21,10 @@ COMMON = {room: {"errors", "configs", "partitioning", "distributed"} for room in
 COMMON |= {"nn": {"errors"}, "data": {"errors"}}
 
 
+# A method of the public model opens the page; it imports it when it is called.
+EXCEPTIONS = {("trained.py", "analysis.explore")}
+
+
 def imported(source):
     """(room or None, module) for each name of the package that a source imports."""
     for node in ast.walk(ast.parse(source)):
@@ -51,8 +55,8 @@ def wrong(room, source):
 def test_imports_between_rooms_point_one_way(room):
     modules = list((PACKAGE / room).rglob("*.py"))
     assert modules
-    found = {path.name: list(wrong(room, path.read_text())) for path in modules}
-    assert not {name: names for name, names in found.items() if names}
+    found = {(path.name, name) for path in modules for name in wrong(room, path.read_text())}
+    assert not found - EXCEPTIONS
 
 
 def test_every_folder_is_a_room():

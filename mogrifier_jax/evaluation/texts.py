@@ -61,7 +61,7 @@ def read_file(loaded: pretrained.Pretrained, path: str | os.PathLike) -> Texts:
     split = encode_file(vocab, path)
     unknown = int((split.tokens == vocab.unknown_id).sum())
     if unknown:
-        some = vocab.find_unknown(_read(vocab, path))
+        some = vocab.find_unknown(read_text(vocab, path))
         logging.warning(
             "%s: %d of %d tokens (%.2f%%) are not in the vocabulary, %d different ones: %s",
             *(path, unknown, len(split.tokens), 100 * unknown / len(split.tokens), len(some)),
@@ -81,7 +81,7 @@ def read_file(loaded: pretrained.Pretrained, path: str | os.PathLike) -> Texts:
 
 def encode_file(vocab: vocabulary.Vocabulary, path: str | os.PathLike) -> vocabulary.EncodedSplit:
     """The ids of a file; one that is missing, empty or no text is refused."""
-    text = _read(vocab, path)
+    text = read_text(vocab, path)
     if not text:
         raise errors.UsageError(f"{path} is empty; there is nothing to score")
     return vocab.encode_split(text)
@@ -94,10 +94,11 @@ def unit_of(corpus: str, level: str) -> str:
     return {"word": "ppl", "character": "bpc", "byte": "bpb"}[level]
 
 
-def _read(vocab: vocabulary.Vocabulary, path: str | os.PathLike) -> str | bytes:
+def read_text(vocab: vocabulary.Vocabulary, path: str | os.PathLike) -> str | bytes:
+    """What is in a file, as the level of the vocabulary needs it."""
     path = pathlib.Path(path)
     if not path.is_file():
-        raise errors.UsageError(f"{path} is not a file; give the text to score with --eval.text")
+        raise errors.UsageError(f"{path} is not a file; give one of text")
     content = path.read_bytes()
     if vocab.level == "byte":
         return content

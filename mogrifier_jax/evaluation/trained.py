@@ -8,9 +8,10 @@ any length.
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
@@ -19,6 +20,9 @@ from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import pretrained, sample
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import checkpoints, metrics
+
+if TYPE_CHECKING:
+    from mogrifier_jax.analysis import explore
 
 WINDOW = 64  # Tokens of one dispatch.
 
@@ -55,6 +59,15 @@ class GateValues(NamedTuple):
     layers: list[dict[str, Any]]
 
 
+class Predictions(NamedTuple):
+    """What is expected before a text and after each of its tokens."""
+
+    ids: np.ndarray  # [N + 1, K] int32: the likeliest tokens, the likeliest first.
+    probabilities: np.ndarray  # [N + 1, K] float32.
+    entropy_nats: np.ndarray  # [N + 1] float32: of the whole distribution.
+    ranks: np.ndarray  # [N] int32: the place of each token of the text; 1 is the likeliest.
+
+
 class TrainedModel:
     """What a run has learned, ready for use; made by `load`."""
 
@@ -75,6 +88,7 @@ class TrainedModel:
         self._sampler = sample.Sampler(model, loaded.params, loaded.vocabulary)
         self._nats = jax.jit(functools.partial(model.apply, method="nats"))
         self._gates = jax.jit(functools.partial(model.apply, method="gates"))
+        self._predict = jax.jit(functools.partial(_predict, model), static_argnames="top")
 
     def __repr__(self) -> str:
         about = f"{self.info['workdir']!r}, {self.info['which']}, step {self.info['step']:,}"
@@ -148,6 +162,45 @@ class TrainedModel:
         layers = jax.tree.map(lambda *arrays: np.concatenate(arrays)[1 : len(inputs), 0], *parts)
         return GateValues(self._spell(ids), layers)
 
+    def predict(self, text: str | bytes, *, top: int = 10) -> Predictions:
+        """The likeliest next tokens at every place of a text, at the temperature of scores."""
+        if top < 1:
+            raise errors.UsageError(f"top {top} must be at least 1 token; try 10")
+        ids = self._encode(text)
+        inputs, targets = np.append(self.vocabulary.eos_id, ids), np.append(ids, 0)
+
+        def run(carry, first):
+            window, expected = _cut(inputs, first)[0], _cut(targets, first)[0][0]
+            return self._predict(
+                self.params,
+                window,
+                expected,
+                carry,
+                self.temperature,
+                top=min(top, len(self.vocabulary)),
+            )
+
+        parts = list(self._windows(run, len(inputs)))
+        ids, probabilities, entropy, ranks = (
+            np.concatenate(arrays)[: len(inputs)] for arrays in zip(*parts, strict=True)
+        )
+        return Predictions(ids, probabilities, entropy, ranks[:-1])
+
+    def explore(
+        self, text: str | bytes, *others: "TrainedModel", length: int = 300
+    ) -> "explore.Page":
+        """A page to read a text with the eyes of this model, and of others beside it.
+
+        A notebook shows it, and `.save("explore.html")` writes it; see `explore.py`.
+
+        Args:
+          others: models with the same vocabulary.
+          length: the first tokens of the text, at most so many, are shown.
+        """
+        from mogrifier_jax.analysis import explore
+
+        return explore.make_page([self, *others], text, length=length)
+
     def _windows(self, run: Callable[..., tuple[Any, Any]], length: int) -> Iterator[Any]:
         """What run(carry, first) -> (found, carry) finds in windows that cover the length."""
         carry = sample.initial_carry(self.model, self.params, 1)
@@ -174,6 +227,16 @@ def load(workdir: str | os.PathLike, which: checkpoints.Which = "best") -> Train
     model.gates("The ").layers[0]["rounds"][0]  # [4, D], of the first round
     """
     return TrainedModel(pretrained.load_weights(workdir, which))
+
+
+def _predict(model, params, window, expected, carry, temperature, *, top):
+    """Predictions after each token of a window [1, T], and the carry."""
+    logits, carry = model.apply({"params": params}, window, carry, temperature, method="logits")
+    log_p = jax.nn.log_softmax(logits[0].astype(np.float32))  # [T, V]
+    best, ids = jax.lax.top_k(log_p, top)
+    own = jnp.take_along_axis(log_p, expected[:, None], axis=-1)
+    ranks = 1 + (log_p > own).sum(-1)
+    return (ids, jnp.exp(best), -(jnp.exp(log_p) * log_p).sum(-1), ranks), carry
 
 
 def _cut(ids: np.ndarray, first: int) -> tuple[np.ndarray, int]:
