@@ -22,9 +22,11 @@ import jax.numpy as jnp
 
 from mogrifier_jax import cells
 
-# On TPUs the way back is worked off in chunks of at most so many time steps. What a chunk reads
-# and writes fits into the chip's fast memory. Of a whole window XLA keeps some arrays there, and
-# then there is no room for what a single step computes.
+# TPUs multiply float32 operands as bfloat16, so the way back holds them in it; and it is worked off
+# in chunks of at most so many time steps. What a chunk reads and writes fits into the chip's fast
+# memory. Of a whole window XLA keeps some arrays there, and then there is no room for what a
+# single step computes. Where all is bfloat16 chunks do not pay.
+TPU_OPERAND = jnp.dtype("bfloat16")
 TPU_CHUNK = 16
 
 # step(params, carry, x, **extras) -> carry, whose h is the output.
@@ -106,15 +108,16 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 def _backward(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    on_tpu = functools.partial(pull, operand=_tpu_operand(dtype), chunk=TPU_CHUNK)
+    if not _rounded_on_tpus(dtype):
+        return pull(saved, cotangents)
+    on_tpu = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
     return jax.lax.platform_dependent(saved, cotangents, tpu=on_tpu, default=pull)
 
 
-def _tpu_operand(dtype):
-    """What a TPU multiplies: at JAX's default precision bfloat16, also for float32."""
+def _rounded_on_tpus(dtype):
+    """Whether a TPU rounds what it multiplies: float32, at JAX's default precision."""
     asked = jax.config.jax_default_matmul_precision
-    rounds = dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
-    return jnp.dtype("bfloat16") if rounds else dtype
+    return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
 
 
 def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None):

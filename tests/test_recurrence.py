@@ -235,6 +235,9 @@ def solve_as_tpu(monkeypatch, variant, dtype, tree, keep, valid):
     with monkeypatch.context() as patch:
         patch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
         patch.setattr(recurrence, "TPU_CHUNK", 4)
+        if dtype == jnp.float64:
+            patch.setattr(recurrence, "TPU_OPERAND", dtype)
+            patch.setattr(recurrence, "_rounded_on_tpus", lambda dtype: True)
         gradient = jax.value_and_grad(objective(layers.Layer(cell)), has_aux=True)
         return jax.device_get(quick.jit(gradient)(tree, keep, valid))
 
