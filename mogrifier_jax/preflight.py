@@ -69,6 +69,7 @@ class Report:
     collective_seconds: float = math.nan
     collectives: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     time_from: str = ""
+    kernels: float = math.nan  # Started in a step on each GPU.
     peak_share: float = math.nan  # Of the chips' bfloat16 peak.
     compile_seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -178,10 +179,17 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         collective_seconds=collective,
         collectives={k: (n / count, b / count) for k, (n, b) in analysis.by_kind().items()},
         time_from="XLA's cycles" if target.chip.kind == "tpu" else "roofline of each kernel",
+        kernels=_kernels(analysis, target) / count,
         peak_share=per_chip / (compute + collective) / target.chip.peak_flops,
         compile_seconds=round(seconds, 1),
         notes=tuple(notes),
     )
+
+
+def _kernels(analysis: compiled.Analysis, target: targets.Target) -> float:
+    """Kernels that one run of a program starts; TPUs have none."""
+    started = sum(cost.executions for cost in analysis.costs)
+    return started if target.chip.kind == "gpu" else math.nan
 
 
 class _Evaluation(NamedTuple):
@@ -314,6 +322,7 @@ def describe(report: Report) -> str:
                 (f"  {kind}", f"{times:,.0f} times, {_size(size)}")
                 for kind, (times, size) in report.collectives.items()
             ),
+            *([("kernels started", f"{report.kernels:,.0f}")] if report.kernels > 0 else []),
             ("tokens per second", f"{report.tokens_per_second:,.0f}"),
             ("  of each chip", f"{report.tokens_per_second / report.chips:,.0f}"),
             ("share of the peak", f"{report.peak_share:.1%}"),

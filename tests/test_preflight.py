@@ -139,6 +139,8 @@ def test_times_follow_from_seconds(mogrifier):
     assert mogrifier.tokens_per_second == pytest.approx(B * T / mogrifier.seconds)
     steps, between = 8 * mogrifier.seconds, mogrifier.evaluation_seconds + mogrifier.saving_seconds
     assert mogrifier.turns == 2
+    # Each kernel is started, in 2 microseconds.
+    assert 0 < mogrifier.kernels <= mogrifier.compute_seconds / 2e-6
     assert mogrifier.days == pytest.approx((steps + 2 * between) / 86_400)
     assert min(mogrifier.evaluation_seconds, mogrifier.saving_seconds) > 0
     peak = mogrifier.flops / 4 / mogrifier.seconds / 989e12
