@@ -22,6 +22,13 @@ import jax.numpy as jnp
 
 from mogrifier_jax.nn import cells
 
+# TPUs multiply float32 operands as bfloat16, so the way back holds them in it; and it is worked off
+# in chunks of at most so many time steps. What a chunk reads and writes fits into the chip's fast
+# memory. Of a whole window XLA keeps some arrays there, and then there is no room for what a
+# single step computes. Where all is bfloat16 chunks do not pay.
+TPU_OPERAND = jnp.dtype("bfloat16")
+TPU_CHUNK = 16
+
 # step(params, carry, x, **extras) -> carry, whose h is the output.
 Step = Callable[..., Any]
 
@@ -100,16 +107,38 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 
 def _backward(step, dtype, unroll, saved, cotangents):
+    pull = functools.partial(_pull, step, dtype, unroll)
+    if not _rounded_on_tpus(dtype):
+        return pull(saved, cotangents)
+    on_tpu = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
+    return jax.lax.platform_dependent(saved, cotangents, tpu=on_tpu, default=pull)
+
+
+def _rounded_on_tpus(dtype):
+    """Whether a TPU rounds what it multiplies: float32, at JAX's default precision."""
+    asked = jax.config.jax_default_matmul_precision
+    return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
+
+
+def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None):
+    """The way back.
+
+    Args:
+      operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
+      chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
+        then computed again in that loop, and not for all time steps before it.
+    """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
-    taps = Taps(params, dtype)
+    operand = operand or dtype
+    taps = Taps(params, operand, dtype)
 
     def ends_of_maps(carry, x, extras, outputs):
         """What goes into every linear map of a step and what comes out of it."""
         inputs, outputs = {}, dict(outputs)
 
         def recall(name, x):
-            inputs[name] = x
+            inputs[name] = x.astype(operand)
             if name not in outputs:
                 outputs[name] = taps.apply(name, x)
             return outputs[name]
@@ -117,13 +146,17 @@ def _backward(step, dtype, unroll, saved, cotangents):
         step(taps.replace(recall), carry, x, **extras, **constant)
         return inputs, outputs
 
-    inputs, outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
+    inputs, all_outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
+    if chunk is None:
+        outputs = all_outputs
     # Materialised once, so that the matmuls of the loop read their matrix as it lies.
     transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
 
     def body(state, inputs):
         d_carry, d_vectors = state
         d_h, carry, x, extras, outputs = inputs
+        if chunk is not None:
+            _, outputs = ends_of_maps(carry, x, extras, outputs)
 
         def replay(carry, x, outputs, vectors):
             def recall(name, x):
@@ -135,16 +168,27 @@ def _backward(step, dtype, unroll, saved, cotangents):
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
+        d_outputs = {name: d_output.astype(operand) for name, d_output in d_outputs.items()}
         return (d_carry, d_vectors), (d_x, d_outputs)
 
     state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
-    (d_carry, d_vectors), (d_xs, d_outputs) = jax.lax.scan(
-        body, state, (d_hs, carries, xs, scanned, outputs), reverse=True, unroll=unroll
-    )
+    loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
+    if chunk is not None:
+        loop = functools.partial(_scan_in_chunks, loop, chunk)
+    (d_carry, d_vectors), (d_xs, d_outputs) = loop(state, (d_hs, carries, xs, scanned, outputs))
     return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _scan_in_chunks(loop, most, state, xs):
+    """Runs a backward loop chunk by chunk, of the largest length up to `most` that divides T."""
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    length = max(n for n in range(1, most + 1) if steps % n == 0)
+    chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
+    state, ys = jax.lax.scan(loop, state, chunks, reverse=True)
+    return state, jax.tree.map(lambda a: a.reshape(steps, *a.shape[2:]), ys)
 
 
 @jax.custom_vjp
@@ -156,7 +200,12 @@ def _recall(x, output, transposed):
 def _recall_backward(transposed, d_output):
     d_x = d_output
     for matrix in reversed(transposed):
-        d_x = jnp.tensordot(d_x, matrix, axes=matrix.ndim - 1)
+        d_x = jnp.tensordot(
+            d_x.astype(matrix.dtype),
+            matrix,
+            axes=matrix.ndim - 1,
+            preferred_element_type=d_output.dtype,
+        )
     return d_x, d_output, None
 
 
@@ -172,13 +221,15 @@ class Taps:
     """A parameter tree taken apart into linear maps, their biases, and other vectors.
 
     A map is a tuple of one matrix, or of the two factors `down` and `up`; it goes by the name
-    of the first. Names are paths in the tree.
+    of the first. Names are paths in the tree. Matrices are cast to `dtype`; `output_dtype` is
+    that of the maps' outputs, if it is another.
     """
 
     _FIRST = ("kernel", "down", "input", "recurrent")
     _BIASED = ("kernel", "down", "input")  # The one of these that stands beside a bias.
 
-    def __init__(self, params, dtype):
+    def __init__(self, params, dtype, output_dtype=None):
+        self._dtype, self._output_dtype = dtype, output_dtype or dtype
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         self._second, self._bias, self.maps = {}, {}, {}
@@ -209,7 +260,9 @@ class Taps:
     def apply(self, name, x):
         """The output of a map, without the bias."""
         for matrix in self.maps[name]:
-            x = jnp.tensordot(x, matrix, axes=1)
+            x = jnp.tensordot(
+                x.astype(self._dtype), matrix, axes=1, preferred_element_type=self._output_dtype
+            )
         return x
 
     def replace(self, output_of, vectors=None):

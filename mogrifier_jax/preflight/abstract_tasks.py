@@ -23,14 +23,16 @@ class Size(NamedTuple):
     unit: str
     tokens: int  # Of the training text,
     lines: int  # and its lines.
+    valid_tokens: int
+    valid_lines: int
 
 
 SIZES = {
-    "ptb": Size(10_001, "word", 929_589, 42_068),
-    "ptb_char": Size(51, "character", 5_017_483, 42_069),
-    "wikitext2": Size(33_279, "word", 2_088_628, 36_718),
-    "enwik8": Size(206, "byte", 90_000_001, 1_017_183),
-    "mwc": Size(300, "character", 10_000_000, 100_000),
+    "ptb": Size(10_001, "word", 929_589, 42_068, 73_760, 3_370),
+    "ptb_char": Size(51, "character", 5_017_483, 42_069, 393_043, 3_371),
+    "wikitext2": Size(33_279, "word", 2_088_628, 36_718, 217_646, 3_760),
+    "enwik8": Size(206, "byte", 90_000_001, 1_017_183, 5_000_001, 54_258),
+    "mwc": Size(300, "character", 10_000_000, 100_000, 500_000, 5_000),
 }
 ASSUMED = {"mwc": "the size of the corpus is assumed: 10M characters of 300 kinds"}
 
@@ -64,7 +66,24 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
         )
         batch_at = functools.partial(streams.train_window, window=window)
     vocabulary: Any = range(size.vocabulary)  # Only its length is asked for.
-    plan: Any = None
+
+    def plan(split, num_stripes):
+        tokens, lines = size.tokens, size.lines
+        if split == "valid":
+            tokens, lines = size.valid_tokens, size.valid_lines
+        text = dict(shared, tokens=leaf(tokens, dtype=shared["tokens"].dtype))
+        evaluated: Any
+        if episodic:
+            evaluated = episodes.LineStream(bounds=leaf(lines + 1), **text)
+            cut = functools.partial(episodes.eval_lines, batch_size=num_stripes, window=window)
+            return tasks.Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, carries=False)
+        stripes = num_stripes + -num_stripes % mesh.shape["data"]
+        ends = leaf(stripes, axes=["data"])
+        evaluated = streams.EvalStream(text["tokens"], begins=ends, ends=ends, eos=text["eos"])
+        cut = functools.partial(streams.eval_window, window=window)
+        # Stripes are taken to be equally long; real ones end with a line.
+        return tasks.Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True)
+
     return tasks.Task(
         vocabulary,
         size.unit,
@@ -72,7 +91,7 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
         stream=stream,
         batch_at=batch_at,
         plan=plan,
-        num_lines=lambda split: size.lines,
+        num_lines=lambda split: 1 << 30 if episodic else size.valid_lines,
         summary=(),
     )
 
@@ -82,8 +101,9 @@ def find_size(section: Mapping[str, Any]) -> Size:
     if section["name"] in SIZES:
         return SIZES[section["name"]]
     corpus = corpora.load_corpus(section["name"], **tasks.corpus_options(section))
-    train = corpus.train
-    return Size(len(corpus.vocabulary), corpus.unit, len(train.tokens), len(train.line_starts))
+    splits = (corpus.train, corpus.valid)
+    counts = (count for split in splits for count in (len(split.tokens), len(split.line_starts)))
+    return Size(len(corpus.vocabulary), corpus.unit, *counts)
 
 
 def _smallest_dtype(vocab_size: int) -> Any:

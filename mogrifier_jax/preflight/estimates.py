@@ -3,18 +3,21 @@
     python -m mogrifier_jax.main --mode=preflight --config=experiments/enwik8.py --topology=v5e:2x2
 
 The program is the one that training runs, `log_every` steps in one dispatch, with the shardings
-of `partitioning.py` on the described chips; every number is for one of its steps. Around it:
-`abstract_tasks.py` stands in for the data, `targets.py` knows the chips, `compiled.py` reads the
+of `partitioning.py` on the described chips; every number is for one of its steps. The programs of
+the evaluation before each turn are compiled as well: their time is in the hours, and a run fits
+only if they do, beside the state of training. Around it:
+`abstract_tasks.py` stands in for the data, `targets.py` knows the chips, `costs.py` reads the
 program, `flops.py` counts before compilation.
 """
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +25,13 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
+from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.preflight import abstract_tasks, costs, flops, targets
-from mogrifier_jax.training import progress, runs, workdirs
+from mogrifier_jax.training import evaluate, progress, runs, workdirs
 
 _GIB = 1024**3
+_SAVING = 1e9  # Bytes of state a second that a host writes, as if training waited: a round figure.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +44,8 @@ class Report:
     model: int
     batch_size: int
     window: int
-    steps: int  # Of the whole schedule.
+    turns: int  # Of the whole schedule,
+    steps: int  # and all their steps.
     dtype: str
     vocab_size: int
     parameters: int
@@ -47,11 +53,15 @@ class Report:
     fits: bool
     memory: int  # What the chip has for a program.
     needed: int  # 0 if the compiler refused without saying how much.
-    bytes: dict[str, int]  # By kind, sums to `needed`; empty if the compiler refused.
+    bytes: dict[str, int]  # Of training by kind; empty if the compiler refused.
+    evaluation_needed: int = 0  # While a turn is evaluated, the state of training beside it.
+    evaluation_seconds: float = math.nan  # Of one turn, search of the temperature included.
+    saving_seconds: float = math.nan  # Of one checkpoint.
     compute_seconds: float = math.nan
     collective_seconds: float = math.nan
     collectives: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     time_from: str = ""
+    kernels: float = math.nan  # Started in a step on each GPU.
     peak_share: float = math.nan  # Of the chips' bfloat16 peak.
     compile_seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -68,8 +78,9 @@ class Report:
 
     @property
     def days(self) -> float:
-        """Of the whole schedule, evaluations left out."""
-        return self.steps * self.seconds / 86_400
+        """Of the whole schedule with its evaluations and checkpoints."""
+        between = self.turns * (self.evaluation_seconds + self.saving_seconds)
+        return (self.steps * self.seconds + between) / 86_400
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: fields and what follows from them; what is unknown is None."""
@@ -111,6 +122,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         model=mesh.shape["model"],
         batch_size=made.batch_size,
         window=config.data.window,
+        turns=made.rules.turns,
         steps=made.rules.turns * made.rules.steps_per_turn,
         dtype=str(config.model.dtype),
         vocab_size=len(task.vocabulary),
@@ -139,19 +151,91 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
     collective = costs.collective_seconds(analysis, target) / count
     per_chip = common["flops"] / target.num_chips
     kinds = _bytes_by_kind(state, task.stream, memory)
+    try:
+        evaluation = _evaluation(made, state.params, target, held=memory.arguments)
+    except jax.errors.JaxRuntimeError as error:
+        if costs.exhausted(str(error)) is None:
+            raise
+        notes.append("the compiler refused the evaluation: its temporaries exceed the memory")
+        evaluation = _Evaluation(target.chip.memory + 1, math.nan)
+    needed = max(memory.peak + memory.code, evaluation.needed)
     return Report(
         **common,
-        fits=memory.peak + memory.code <= target.chip.memory,
+        fits=needed <= target.chip.memory,
         needed=memory.peak + memory.code,
         bytes=kinds,
+        evaluation_needed=evaluation.needed,
+        evaluation_seconds=evaluation.seconds,
+        saving_seconds=shard_bytes(state) / _SAVING,
         compute_seconds=compute,
         collective_seconds=collective,
         collectives={k: (n / count, b / count) for k, (n, b) in analysis.by_kind().items()},
         time_from="XLA's cycles" if target.chip.kind == "tpu" else "roofline of each kernel",
+        kernels=_kernels(analysis, target) / count,
         peak_share=per_chip / (compute + collective) / target.chip.peak_flops,
         compile_seconds=round(seconds, 1),
         notes=tuple(notes),
     )
+
+
+def _kernels(analysis: costs.Analysis, target: targets.Target) -> float:
+    """Kernels that one run of a program starts; TPUs have none."""
+    started = sum(cost.executions for cost in analysis.costs)
+    return started if target.chip.kind == "gpu" else math.nan
+
+
+class _Evaluation(NamedTuple):
+    """Bytes of a chip and seconds of a turn."""
+
+    needed: int
+    seconds: float
+
+
+def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) -> _Evaluation:
+    """What the evaluation before a turn costs, as `evaluate.TurnEvaluation` runs it.
+
+    The training data is scored by the program of the search, at one temperature; counted is its
+    time at all of them, which is more.
+    """
+    settings, task, window = made.evaluation, made.task, made.config.data.window
+    if tasks.kind_of(made.config.data).encoder_decoder:
+        return _Evaluation(held, 0.0)
+    searched = max(1, settings.temperature_tokens // made.batch_size // window)
+    passes = 0 if settings.softmax_temperature else len(evaluate.TEMPERATURES) // evaluate.AT_ONCE
+    stripes = evaluate.num_stripes(task, "valid", made.batch_size, settings.lines_per_stripe)
+    valid = task.plan("valid", stripes)
+    whole = min(valid.num_windows, settings.max_windows or valid.num_windows)
+    needed, seconds = held, 0.0
+    for plan, temperatures, windows in (
+        (task.plan("valid", made.batch_size), evaluate.AT_ONCE, settings.train_windows),
+        (valid, 1, whole),
+    ):
+        if temperatures > 1:
+            windows += passes * searched
+        carry = ()
+        if plan.carries:
+            carry = jax.eval_shape(lambda plan=plan: made.model.zero_carry(plan.batch_size))
+            carry = partitioning.with_shardings({"carry": carry}, made.mesh)["carry"]
+        chunk = min(16, plan.num_windows)
+        # The number of windows is no argument here: loops of known length can be counted.
+        run = functools.partial(
+            evaluate.score_windows,
+            count=chunk,
+            model=made.model,
+            batch_at=plan.batch_at,
+            chunk=chunk,
+            keep=False,
+        )
+        at = jax.ShapeDtypeStruct((temperatures,), jnp.float32)
+        program = jax.jit(run).lower(params, plan.stream, carry, 0, logit_scales=at).compile()
+        memory = costs.memory(program)
+        analysis = costs.analyse(str(program.as_text()))
+        each = costs.compute_seconds(analysis, target.chip)
+        each += costs.collective_seconds(analysis, target)
+        seconds += windows * each / chunk
+        # Weights may be averages, a copy beside those of training.
+        needed = max(needed, held + memory.peak + memory.code)
+    return _Evaluation(needed, seconds)
 
 
 def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> list[Report]:
@@ -224,6 +308,7 @@ def describe(report: Report) -> str:
         f"memory of each chip: {verdict}": [
             ("needed, of", f"{asked}, {_size(report.memory)}"),
             *((f"  {kind}", _size(size)) for kind, size in report.bytes.items()),
+            ("while evaluating", _size(report.evaluation_needed)),
         ],
     }
     if report.time_from:
@@ -235,10 +320,16 @@ def describe(report: Report) -> str:
                 (f"  {kind}", f"{times:,.0f} times, {_size(size)}")
                 for kind, (times, size) in report.collectives.items()
             ),
+            *([("kernels started", f"{report.kernels:,.0f}")] if report.kernels > 0 else []),
             ("tokens per second", f"{report.tokens_per_second:,.0f}"),
             ("  of each chip", f"{report.tokens_per_second / report.chips:,.0f}"),
             ("share of the peak", f"{report.peak_share:.1%}"),
-            ("days, without evaluations", f"{report.days:.2f} for {report.steps:,} steps"),
+            ("seconds of an evaluation", f"{report.evaluation_seconds:.2f}"),
+            ("  of a checkpoint", f"{report.saving_seconds:.2f}"),
+            (
+                "days in all",
+                f"{report.days:.2f} for {report.steps:,} steps, {report.turns:,} turns",
+            ),
         ]
     return "\n".join([progress.table(sections), *report.notes])
 

@@ -277,3 +277,44 @@ def test_taps_and_logical_axes_know_every_matrix(variant):
 
 def test_every_cell_has_a_variant():
     assert {name for name, _ in reference.VARIANTS.values()} == layers.CELLS.keys()
+
+
+def solve_as_tpu(monkeypatch, variant, dtype, tree, keep, valid):
+    """Gradients by what TPUs are given, here on a CPU, in chunks of at most four steps."""
+    cell = make_cell(variant, dtype=dtype, param_dtype=dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+        patch.setattr(recurrence, "TPU_CHUNK", 4)
+        if dtype == jnp.float64:
+            patch.setattr(recurrence, "TPU_OPERAND", dtype)
+            patch.setattr(recurrence, "_rounded_on_tpus", lambda dtype: True)
+        gradient = jax.value_and_grad(objective(rnn.RNN(cell)), has_aux=True)
+        return jax.device_get(quick.jit(gradient)(tree, keep, valid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "mogrifier gru", "mlstm"])
+def test_the_way_back_on_tpus_equals_the_others(variant, monkeypatch):
+    tree, keep, valid = problem(make_cell(variant))
+    with jax.enable_x64(True):
+        found = solve_as_tpu(monkeypatch, variant, jnp.float64, tree, keep, valid)
+    assert_equal(found, solve(variant, tree, keep, valid))
+
+
+@pytest.mark.slow
+def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
+    variant = "mogrifier low rank"
+    tree, keep, valid = problem(make_cell(variant))
+    tree = jax.tree.map(np.float32, tree)
+    _, expected = quick.jit(
+        jax.value_and_grad(objective(rnn.RNN(make_cell(variant))), has_aux=True)
+    )(tree, keep, valid)
+
+    def distance(precision):
+        with jax.default_matmul_precision(precision):
+            found = solve_as_tpu(monkeypatch, variant, jnp.float32, tree, keep, valid)[1]
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        return max(abs(a - b).max() / abs(b).max() for a, b in pairs)
+
+    assert distance("highest") < 1e-5
+    assert 1e-4 < distance("default") < 3e-2

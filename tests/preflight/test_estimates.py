@@ -131,7 +131,12 @@ def test_bytes_by_kind(mogrifier):
 def test_times_follow_from_seconds(mogrifier):
     assert mogrifier.seconds == mogrifier.compute_seconds + mogrifier.collective_seconds
     assert mogrifier.tokens_per_second == pytest.approx(B * T / mogrifier.seconds)
-    assert mogrifier.days == pytest.approx(8 * mogrifier.seconds / 86_400)
+    steps, between = 8 * mogrifier.seconds, mogrifier.evaluation_seconds + mogrifier.saving_seconds
+    assert mogrifier.turns == 2
+    # Each kernel is started, in 2 microseconds.
+    assert 0 < mogrifier.kernels <= mogrifier.compute_seconds / 2e-6
+    assert mogrifier.days == pytest.approx((steps + 2 * between) / 86_400)
+    assert min(mogrifier.evaluation_seconds, mogrifier.saving_seconds) > 0
     peak = mogrifier.flops / 4 / mogrifier.seconds / 989e12
     assert mogrifier.peak_share == pytest.approx(peak)
 
@@ -221,3 +226,17 @@ def test_with_the_real_compiler(topology):
     _, size = report.collectives["all-reduce"]
     assert 4 * report.parameters < size <= 4 * (report.parameters + 8)
     assert 0 < report.peak_share < 1 and report.compute_seconds > 1e-6
+
+
+@pytest.mark.slow
+def test_a_run_fits_only_if_its_evaluation_does(on_cpu, monkeypatch):
+    target = targets.parse("h100:4")
+    config = small(rounds=2)
+    found = estimates.examine(config, target)
+    assert found.fits and found.evaluation_needed > 0
+    # The same text in more windows takes longer.
+    longer = small(rounds=2, evaluation=dict(train_windows=100))
+    assert estimates.examine(longer, target).evaluation_seconds > found.evaluation_seconds
+    large = estimates._Evaluation(target.chip.memory + 1, 1.0)
+    monkeypatch.setattr(estimates, "_evaluation", lambda *_, **__: large)
+    assert not estimates.examine(config, target).fits

@@ -1,0 +1,160 @@
+"""The recurrence compiled for accelerators that are not here: ours, plain `nn.scan`, Flax's LSTM.
+
+    python -m benchmarks.accelerators --chips=v5e --sizes=small,large,ptb,enwik8  # Minutes.
+
+Needs the extras `tpu` and `cuda`, and no accelerator. Prints the estimated time (`preflight.py`
+says from what) and the memory of a chip. `small` and `large` are the gradients of one layer;
+`ptb` and `enwik8` are whole train steps as published, enwik8 on four chips. A size that the
+compiler refuses for its memory has no time.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks import timing, training
+from mogrifier_jax.nn import layers, rnn
+from mogrifier_jax.preflight import costs, estimates, targets
+
+
+class Size(NamedTuple):
+    """One layer: H hidden and input features, B batch, T window, r rounds, k rank."""
+
+    hidden: int
+    batch: int
+    window: int
+    rounds: int = 5
+    rank: int = 85
+
+
+LAYERS = {"small": Size(256, 32, 64, rank=32), "large": Size(1024, 64, 128)}
+# Experiment, and how many chips it is for.
+STEPS = {"ptb": ("experiments/ptb.py", 1), "enwik8": ("experiments/enwik8.py", 4)}
+TOPOLOGIES = {
+    ("v5e", 1): "v5e:1x1",
+    ("v5e", 4): "v5e:2x2",
+    ("h100", 1): "h100:1",
+    ("h100", 4): "h100:4",
+}
+
+
+def ours(size: Size, rounds: int, dtype: Any, fast: bool) -> tuple[Callable, Any]:
+    """(params, xs) -> ys of our layer, and its parameters."""
+    cell = layers.MogrifierLSTMCell(
+        size.hidden, rounds=rounds, rank=size.rank if rounds else 0, dtype=dtype
+    )
+    layer = rnn.RNN(cell, time_major=True, fast=fast)
+    return layer.apply, lambda xs: layer.init(jax.random.key(0), xs)
+
+
+def linen_lstm(size: Size, dtype: Any) -> tuple[Callable, Any]:
+    """The same of Flax's `nn.RNN`."""
+    layer = nn.RNN(nn.OptimizedLSTMCell(size.hidden, dtype=dtype), time_major=True)
+    return layer.apply, lambda xs: layer.init(jax.random.key(0), xs)
+
+
+def nnx_lstm(size: Size, dtype: Any) -> tuple[Callable, Any]:
+    """The same of Flax's `nnx.RNN`."""
+
+    def make():
+        rngs = nnx.Rngs(0)
+        cell = nnx.OptimizedLSTMCell(size.hidden, size.hidden, dtype=dtype, rngs=rngs)
+        return nnx.RNN(cell, time_major=True, rngs=rngs)
+
+    graph, _ = nnx.split(nnx.eval_shape(make))
+    return lambda state, xs: nnx.merge(graph, state)(xs), lambda xs: nnx.state(make())
+
+
+def contenders(size: Size, dtype: Any) -> dict[str, tuple[Callable, Any]]:
+    """All that a layer is compared with."""
+    found = {}
+    for rounds in (size.rounds, 0):
+        found[f"r = {rounds}, plain"] = ours(size, rounds, dtype, fast=False)
+        found[f"r = {rounds}, fast"] = ours(size, rounds, dtype, fast=True)
+    found["r = 0, Flax nn.RNN"] = linen_lstm(size, dtype)
+    found["r = 0, Flax nnx.RNN"] = nnx_lstm(size, dtype)
+    return found
+
+
+def examine_layer(
+    size: Size, dtype: Any, apply: Callable, init: Callable, target: targets.Target
+) -> tuple[float, float]:
+    """Seconds and bytes of the output and all gradients of a layer."""
+    replicated = jax.sharding.NamedSharding(
+        targets.mesh(target, 1, 1), jax.sharding.PartitionSpec()
+    )
+
+    def place(tree):
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree
+        )
+
+    def gradients(params, xs, d_ys):
+        ys, pull = jax.vjp(apply, params, xs)
+        return ys, pull(d_ys)
+
+    xs = jax.ShapeDtypeStruct((size.window, size.batch, size.hidden), dtype)
+    arguments = place((jax.eval_shape(init, xs), xs, xs))
+    program = jax.jit(gradients).lower(*arguments).compile()
+    seconds = costs.compute_seconds(costs.analyse(program.as_text()), target.chip)
+    return seconds, costs.memory(program).peak
+
+
+def examine_step(path: str, topology: str, dtype: str, fast: bool) -> tuple[float, float]:
+    """Seconds and bytes of a whole train step."""
+    config = training.load_config(path)
+    with config.unlocked():
+        config.model.fast = fast
+        config.model.dtype = dtype
+    report = estimates.examine(config, targets.parse(topology))
+    return report.seconds, report.needed
+
+
+def measure(name: str, chip: str, dtype: str) -> list[tuple[str, ...]]:
+    """Rows of one size."""
+    label = f"{chip}, {name}, {dtype}"
+    if name in STEPS:
+        path, chips = STEPS[name]
+        found = {
+            kind: examine_step(path, TOPOLOGIES[chip, chips], dtype, kind == "fast")
+            for kind in ("plain", "fast")
+        }
+    else:
+        target = targets.parse(TOPOLOGIES[chip, 1])
+        found = {
+            kind: examine_layer(LAYERS[name], jnp.dtype(dtype), *functions, target)
+            for kind, functions in contenders(LAYERS[name], jnp.dtype(dtype)).items()
+        }
+    rows = []
+    for kind, (seconds, needed) in found.items():
+        rows.append((f"{label}: {kind}", f"{1e3 * seconds:.2f}", f"{needed / 1e9:.2f}"))
+        print(*rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", default="v5e,h100", help="of v5e and h100")
+    parser.add_argument("--sizes", default=",".join([*LAYERS, *STEPS]), help="any of: %(default)s")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    options = parser.parse_args()
+    rows = [("", "ms", "GB a chip")]
+    for chip in options.chips.split(","):
+        for name in options.sizes.split(","):
+            for dtype in options.dtypes.split(","):
+                rows += measure(name, chip, dtype)
+    print(timing.table(rows))
+
+
+if __name__ == "__main__":
+    main()
