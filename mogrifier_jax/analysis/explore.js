@@ -160,11 +160,10 @@ const gateSentence = (run) => ({
 const link = (what) => `<a href="${PAPER}" target="_blank" rel="noopener">arXiv:1909.01792, ${what}</a>`;
 function sentence() {
   const run = current(), name = state.map, layer = state.layer + 1;
-  const none = run.rounds ? "" : `<b>${escape(run.name)} has no Mogrifier rounds</b> (rounds = 0): x and h reach the gates as they are. `;
+  const none = run.rounds ? "" : `<b>${escape(run.name)} has no Mogrifier rounds</b> (rounds = 0): x and h do not gate each other. `;
   if (!name.startsWith("round") && !name.endsWith("_scale")) {
     const [formula, words] = gateSentence(run)[name];
-    const where = "frj".includes(name) ? "a unit of the layer" : "a unit";
-    return `${none}Layer ${layer}: <span class="formula">${formula}</span>, ${words}. A row is ${where}, a column the moment when a token is read (${link("section 2")}).`;
+    return `${none}Layer ${layer}: <span class="formula">${formula}</span>, ${words}. A row is a unit of the layer, a column the moment when a token is read (${link("section 2")}).`;
   }
   const colours = `A column is the moment when a token is read; red is ${state.contrast === "change" ? "above the unit’s own mean, blue below it" : "scaled up, blue is scaled down"}`;
   const what = side(name) === "x" ? `<span class="math"><i>x</i></span>, ${state.layer ? `the output of layer ${layer - 1}` : "the embedded token"}` : '<span class="math"><i>h</i><sub>prev</sub></span>, the layer’s output before the token';
