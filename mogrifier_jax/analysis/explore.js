@@ -209,6 +209,7 @@ function update(changes = {}) {
 let spans = [];
 function writeText() {
   $("text").classList.toggle("words", WORDS);
+  if (WORDS) $("card").style.setProperty("--token", "84px");
   spans = DATA.tokens.map((_, t) => {
     const span = document.createElement("span");
     const end = wordAt(t) === DATA.eos;
