@@ -307,10 +307,13 @@ def run() -> int:
     assert complete(reference, log) == 0, log.read_text()
     seconds = time.monotonic() - began
     print(f"seed {given.seed}; an unbroken run takes {seconds:.1f} s", flush=True)
-    kill(given.kills, given.folder, reference, seconds, draw, report)
-    damage(given.damages, given.folder, reference, draw, report)
-    fill(given.disks, given.folder, reference, draw, report)
-    draw_lines(given.lines, given.folder, reference, draw, report)
+    try:
+        kill(given.kills, given.folder, reference, seconds, draw, report)
+        damage(given.damages, given.folder, reference, draw, report)
+        fill(given.disks, given.folder, reference, draw, report)
+        draw_lines(given.lines, given.folder, reference, draw, report)
+    except KeyboardInterrupt:
+        print("interrupted; so far:")
     for name, count in sorted(report.counts.items()):
         print(f"{count:6d}  {name}")
     print(f"{len(report.faults)} faults")
