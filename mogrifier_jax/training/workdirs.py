@@ -238,6 +238,7 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
         with path.open("wb") as file:
             yield file
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
@@ -270,8 +271,9 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
         if path.exists():
             path.open("ab").close()
         if not path.exists() or path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path.parent).close()
+            folder = path.absolute().parent
+            there = next(place for place in (folder, *folder.parents) if place.exists())
+            tempfile.TemporaryFile(dir=there).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise errors.UsageError(
