@@ -100,7 +100,7 @@ def examine_layer(
 
     def gradients(params, xs, d_ys):
         ys, pull = jax.vjp(apply, params, xs)
-        return ys, pull(d_ys)
+        return ys, pull(d_ys.astype(ys.dtype))  # Flax's may be wider than xs.
 
     xs = jax.ShapeDtypeStruct((size.window, size.batch, size.hidden), dtype)
     arguments = place((jax.eval_shape(init, xs), xs, xs))

@@ -25,9 +25,10 @@ from mogrifier_jax.nn import cells
 # TPUs multiply float32 operands as bfloat16, so the way back holds them in it; and it is worked off
 # in chunks of at most so many time steps. What a chunk reads and writes fits into the chip's fast
 # memory. Of a whole window XLA keeps some arrays there, and then there is no room for what a
-# single step computes. Where all is bfloat16 chunks do not pay.
+# single step computes. Chunks do not pay where all is bfloat16, nor if fewer bytes are stored.
 TPU_OPERAND = jnp.dtype("bfloat16")
 TPU_CHUNK = 16
+TPU_LARGE = 2**25
 
 # step(params, carry, x, **extras) -> carry, whose h is the output.
 Step = Callable[..., Any]
@@ -108,7 +109,8 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 def _backward(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    if not _rounded_on_tpus(dtype):
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[-1]))
+    if not _rounded_on_tpus(dtype) or stored < TPU_LARGE:
         return pull(saved, cotangents)
     on_tpu = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
     return jax.lax.platform_dependent(saved, cotangents, tpu=on_tpu, default=pull)

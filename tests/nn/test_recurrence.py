@@ -285,6 +285,7 @@ def solve_as_tpu(monkeypatch, variant, dtype, tree, keep, valid):
     with monkeypatch.context() as patch:
         patch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
         patch.setattr(recurrence, "TPU_CHUNK", 4)
+        patch.setattr(recurrence, "TPU_LARGE", 0)
         if dtype == jnp.float64:
             patch.setattr(recurrence, "TPU_OPERAND", dtype)
             patch.setattr(recurrence, "_rounded_on_tpus", lambda dtype: True)
