@@ -300,8 +300,8 @@ def names_of(config) -> list[str]:
 def run() -> int:
     """Parses its options, does what they ask for, and prints the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("kills", "damages", "disks", "lines", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=0)
+    for name in ("--kills", "--damages", "--disks", "--lines", "--seed"):
+        parser.add_argument(name, type=int, default=0)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("/tmp/chaos"))
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)

@@ -221,7 +221,9 @@ def inline(text):
 
 
 def is_flag(name):
-    """Whether main, launch or an experiment has it."""
+    """Whether main, launch or an experiment has it; those of XLA are not ours to know."""
+    if name.startswith("xla_"):
+        return True
     if name.startswith("config."):
         config = configs.load_config(str(ROOT / "experiments" / "text.py"))
         return find_key(config, name.removeprefix("config."))

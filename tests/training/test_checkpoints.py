@@ -441,8 +441,10 @@ def test_checksums_of_scalars_and_of_nothing():
 
 def make_config() -> config_dict.ConfigDict:
     config = config_dict.ConfigDict({"seed": 1, "mesh": {"data": -1}, "model": {"rounds": 5}})
-    config.data = {"fractions": (0.5, 0.25, 0.25)}
+    config.data = {"name": "text", "batch_size": 2, "window": 3, "fractions": (0.5, 0.25, 0.25)}
     config.optimizer = {"clip_norm": config_dict.placeholder(float), "eps": 1e-9}
+    config.optimizer.update({"learning_rate": 0.1, "l2_penalty": 0.0})
+    config.schedule = {"turns": 1, "steps_per_turn": 2}
     return config.lock()
 
 
@@ -451,7 +453,7 @@ def test_config_is_read_as_it_was_written(tmp_path):
     config = workdirs.read_config(tmp_path)
     assert config == configs.base(make_config()) and config.is_locked
     assert config.data.fractions == (0.5, 0.25, 0.25)
-    assert config.schedule.get_type("turns") is int  # Of a key that is not in the file.
+    assert config.data.get_type("length") is int  # Of a key that is not in the file.
     assert config.optimizer.get_type("clip_norm") is float
     assert workdirs.read_vocabulary(tmp_path) == '["a"]'
     workdirs.write_run_files(tmp_path, config, '["a"]')
