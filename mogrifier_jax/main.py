@@ -264,7 +264,7 @@ def tune() -> None:
     """Searches for the best settings of --config, or of dynamic evaluation of a trained run."""
     if _STUDY.value is None:
         raise errors.UsageError("--study is missing; give one, such as --study=appendix_a")
-    from mogrifier_jax.tuning import tuning_dyneval, worker
+    from mogrifier_jax.tuning import dynamic, worker
 
     options: dict[str, Any] = dict(
         num_trials=_TRIALS.value,
@@ -274,7 +274,7 @@ def tune() -> None:
     )
     if _STUDY.value == "dyneval":
         evaluation_options.check(FLAGS.eval)
-        tuning_dyneval.tune(_WORKDIR.value or "", FLAGS.eval, **options)
+        dynamic.tune(_WORKDIR.value or "", FLAGS.eval, **options)
         return
     require_config()
     workdir = _WORKDIR.value or f"{default_workdir()}_tune"

@@ -19,7 +19,7 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 import mogrifier_jax
 from mogrifier_jax import configs
-from mogrifier_jax.analysis import comparisons, gate_plots, inspection, token_losses
+from mogrifier_jax.analysis import gating, inspection, tables
 from mogrifier_jax.data import corpora
 from mogrifier_jax.training import train
 
@@ -60,17 +60,17 @@ for layer, gate in [(1, "f"), (1, "i"), (1, "o"), (2, "f"), (2, "i"), (2, "o")]:
     for name, report in reports.items():
         (row,) = [r for r in report.rows() if (r["layer"], r["gate"]) == (layer, gate)]
         lines.append([f"{layer}, {gate}", name, *(row[column] for column in columns)])
-Markdown(comparisons.markdown(head, lines))
+Markdown(tables.markdown(head, lines))
 
 # %%
-gate_plots.draw_histograms(reports)
+inspection.draw_histograms(reports)
 
 # %% [markdown]
 # Each dot is a unit: one in the corner to the right is a gate that stays closed, one in the upper
 # corner is always open, and near the origin are those that work in between.
 
 # %%
-gate_plots.draw_saturation(reports, layer=1)
+inspection.draw_saturation(reports, layer=1)
 
 # %% [markdown]
 # ## Gates of the Mogrifier
@@ -79,7 +79,7 @@ gate_plots.draw_saturation(reports, layer=1)
 # to 2^⌈r/2⌉; this is the range they use: the bar holds nine values of ten, the dot is the mean.
 
 # %%
-gate_plots.draw_ranges(reports["Mogrifier"])
+inspection.draw_ranges(reports["Mogrifier"])
 
 # %% [markdown]
 # ## A sentence
@@ -92,14 +92,14 @@ gate_plots.draw_ranges(reports["Mogrifier"])
 sentence = "The import statement combines two operations."
 found = runs["Mogrifier"].gates(sentence)
 scale = np.prod(found.layers[0]["rounds"][0::2], axis=0)
-gate_plots.draw_heat_map(found.tokens, scale)
+inspection.draw_heat_map(found.tokens, scale)
 
 # %% [markdown]
 # The same for the state h of the second layer.
 
 # %%
 scale = np.prod(found.layers[1]["rounds"][1::2], axis=0)
-gate_plots.draw_heat_map(found.tokens, scale)
+inspection.draw_heat_map(found.tokens, scale)
 
 # %% [markdown]
 # ## Which tokens are gated most?
@@ -109,7 +109,7 @@ gate_plots.draw_heat_map(found.tokens, scale)
 # %%
 vocab = runs["Mogrifier"].vocabulary
 rows = reports["Mogrifier"].token_rows(vocab, min_count=5 if QUICK else 20)
-gate_plots.draw_strengths(rows, top=10)
+inspection.draw_strengths(rows, top=10)
 
 # %% [markdown]
 # And the moments at which it was strongest, with what came before:
@@ -132,25 +132,21 @@ scores = {
     name: inspection.read_scores(workdir, SPLIT, max_windows=WINDOWS)
     for name, workdir in workdirs.items()
 }
-counts = token_losses.count_tokens(corpus.train.tokens, len(vocab))
+counts = gating.count_tokens(corpus.train.tokens, len(vocab))
 edges = (0, 100, 1_000, 3_000, 10_000, 30_000)
-by_frequency = {
-    name: token_losses.by_frequency(given, counts, edges) for name, given in scores.items()
-}
-gate_plots.draw_losses(by_frequency, "times that the token is in the training text")
+by_frequency = {name: gating.by_frequency(given, counts, edges) for name, given in scores.items()}
+inspection.draw_losses(by_frequency, "times that the token is in the training text")
 
 # %%
-by_position = {
-    name: token_losses.by_position(given, vocab.eos_id) for name, given in scores.items()
-}
-gate_plots.draw_losses(by_position, "tokens before it in the line")
+by_position = {name: gating.by_position(given, vocab.eos_id) for name, given in scores.items()}
+inspection.draw_losses(by_position, "tokens before it in the line")
 
 # %%
 # Each model after losses of its own: the tokens are not the same.
 recovery = {
-    name: token_losses.recovery(given.nats, (0, 0.5, 1, 2, 4, 6)) for name, given in scores.items()
+    name: gating.recovery(given.nats, (0, 0.5, 1, 2, 4, 6)) for name, given in scores.items()
 }
-gate_plots.draw_losses(recovery, "loss of the token before it, nats")
+inspection.draw_losses(recovery, "loss of the token before it, nats")
 
 # %% [markdown]
 # ## To move in

@@ -12,8 +12,8 @@ from IPython.display import Markdown, display
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from mogrifier_jax import configs
-from mogrifier_jax.analysis import comparisons, figures
-from mogrifier_jax.evaluation import report
+from mogrifier_jax.analysis import tables
+from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.training import metrics
 
 FOLDER = pathlib.Path("../docs/results")
@@ -27,7 +27,7 @@ paper = configs.paper_numbers()
 
 # %%
 lines = []
-for corpus, table in report.paper_tables().items():
+for corpus, table in scoring.paper_tables().items():
     unit = table["unit"]
     show = metrics.perplexity if unit == "ppl" else metrics.bits
     for row in table["rows"]:
@@ -35,9 +35,7 @@ for corpus, table in report.paper_tables().items():
             scores = ["" if nats is None else f"{show(nats):.3f} {unit}" for nats in row["nats"]]
             lines.append([corpus, row["name"], row["params"], scores[1], scores[3]])
 Markdown(
-    comparisons.markdown(
-        ["corpus", "model", "parameters", "test", "with dynamic evaluation"], lines
-    )
+    tables.markdown(["corpus", "model", "parameters", "test", "with dynamic evaluation"], lines)
 )
 
 # %% [markdown]
@@ -46,7 +44,7 @@ Markdown(
 # %%
 for file, name in (("ablation", "rounds"), ("ablation", "table"), ("reverse_copy", "10m_1k")):
     each = configs.load_file(f"../experiments/{file}.py").SETS[name]
-    display(figures.figure_of_set(each, []))
+    display(tables.figure_of_set(each, []))
 
 # %% [markdown]
 # ## Ours
@@ -75,8 +73,8 @@ def find_set(stem):
 
 for stem, rows in measured.items():
     each = find_set(stem)
-    display(Markdown(comparisons.to_markdown(each.title, rows, each.x_label)))
-    display(figures.figure_of_set(each, rows))
+    display(Markdown(tables.to_markdown(each.title, rows, each.x_label)))
+    display(tables.figure_of_set(each, rows))
 
 # %% [markdown]
 # ## Learning curves
@@ -85,9 +83,9 @@ for stem, rows in measured.items():
 # table, or of the first set if that was not run.
 
 # %%
-tables = [stem for stem in measured if stem.endswith("_table")]
-for stem in (tables or list(measured))[:1]:
-    display(figures.draw_curves(measured[stem], title=stem.replace("_", " ")))
+tabled = [stem for stem in measured if stem.endswith("_table")]
+for stem in (tabled or list(measured))[:1]:
+    display(tables.draw_curves(measured[stem], title=stem.replace("_", " ")))
 
 # %% [markdown]
 # ## Which claims hold?
@@ -108,6 +106,4 @@ for stem, rows in measured.items():
             name = stem.replace("_", " ") + ("" if x is None else f", {x}")
             seeds = min(len(one["scores"]), len(two["scores"]))
             lines.append([name, f"{one['nats'] - two['nats']:.4f}", f"{better} of {seeds}"])
-Markdown(
-    comparisons.markdown(["comparison", "gap in nats", "seeds that favour the Mogrifier"], lines)
-)
+Markdown(tables.markdown(["comparison", "gap in nats", "seeds that favour the Mogrifier"], lines))

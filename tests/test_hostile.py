@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.evaluation import pretrained, report, scoring
-from mogrifier_jax.training import bookkeeping, checkpoints, metrics, signals, workdirs
+from mogrifier_jax.evaluation import pretrained, scoring
+from mogrifier_jax.training import bookkeeping, checkpoints, metrics, runtime, workdirs
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -300,21 +300,21 @@ def test_the_budget_of_a_report_is_the_models_own():
     config = written.experiment.get_config("tiny")
     with config.unlocked():
         config.model.num_params, config.model.hidden_size = 24_000_000, 16
-    assert report.describe_run(config, 9_096)["params"] == "9k"
+    assert scoring.describe_run(config, 9_096)["params"] == "9k"
     with config.unlocked():
         config.model.hidden_size = None
-    assert report.describe_run(config, 23_400_000)["params"] == "24M"
+    assert scoring.describe_run(config, 23_400_000)["params"] == "24M"
 
 
 def test_a_stop_before_the_first_step_is_seen():
-    with signals.StopRequests() as outer:
+    with runtime.StopRequests() as outer:
         outer.check()  # Control.
-        signals.signal.raise_signal(signals.signal.SIGTERM)
-        with signals.StopRequests() as inner:
+        runtime.signal.raise_signal(runtime.signal.SIGTERM)
+        with runtime.StopRequests() as inner:
             assert inner.requested()
         with pytest.raises(errors.Interrupted, match="before the first step"):
             outer.check()
-    with signals.StopRequests() as later:
+    with runtime.StopRequests() as later:
         assert not later.requested()
 
 

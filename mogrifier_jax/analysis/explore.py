@@ -25,7 +25,7 @@ from absl import logging
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gating, inspection
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.evaluation import pretrained, report, texts, trained
+from mogrifier_jax.evaluation import pretrained, scoring, texts, trained
 from mogrifier_jax.nn import layers, models
 from mogrifier_jax.training import metrics, workdirs
 
@@ -208,7 +208,7 @@ def limit_units(found: Sequence[Mapping[str, np.ndarray]], most: int) -> int:
 
 def name_runs(runs: Sequence[trained.TrainedModel]) -> list[str]:
     """LSTM, Mogrifier and so on; runs of one model by their folders too."""
-    kinds = [report.describe_run(run.config, 1)["model"] for run in runs]
+    kinds = [scoring.describe_run(run.config, 1)["model"] for run in runs]
     names = [inspection.NAMES.get(kind, kind) for kind in kinds]
     folders = [os.path.basename(os.path.normpath(run.info["workdir"])) for run in runs]
     full = [f"{name} {folder}" for name, folder in zip(names, folders, strict=True)]

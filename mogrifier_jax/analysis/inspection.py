@@ -1,7 +1,8 @@
 """`--mode=inspect`: gates and losses of trained runs, side by side.
 
-Runs of the same model, with other seeds, count as one: their numbers are averaged. What is measured
-is in `analysis.py` and `losses.py`.
+Runs of the same model, with other seeds, count as one: their numbers are averaged. `gating.py`
+measures. Figures come without pyplot; where models are compared they come as a mapping from name to
+result, and names have the colours of `tables.py`.
 """
 
 import json
@@ -11,12 +12,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from mogrifier_jax import errors
-from mogrifier_jax.analysis import comparisons, gating, token_losses
+from mogrifier_jax.analysis import gating, tables
 from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.evaluation import pretrained, report, texts
+from mogrifier_jax.evaluation import pretrained, scoring, texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 from mogrifier_jax.training import workdirs as files
@@ -58,7 +60,7 @@ def read_scores(
     max_windows: int | None = None,
     source_dir: str | None = None,
 ) -> evaluate.TokenScores:
-    """The nats of every token of a split under the best weights of a run, for `losses.py`."""
+    """The nats of every token of a split under the best weights of a run."""
     loaded, plan = open_split(workdir, split, source_dir)
     run = evaluate.Deterministic(loaded.model, plan)
     return run(loaded.params, loaded.temperature or 1.0, max_windows, split)
@@ -79,9 +81,9 @@ def run(
     """
     found: dict[str, dict[str, list]] = {}
     for workdir in workdirs:
-        name, tables = inspect(workdir, max_windows)
+        name, measured = inspect(workdir, max_windows)
         logging.info("%s: %s is inspected", name, workdir)
-        for kind, rows in tables.items():
+        for kind, rows in measured.items():
             found.setdefault(kind, {}).setdefault(name, []).append(rows)
     merged = {
         kind: {name: average(runs) for name, runs in by_model.items()}
@@ -91,7 +93,7 @@ def run(
     for kind, table in shown.items():
         print(f"{table}\n")
         if document:
-            comparisons.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
+            tables.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
     if json_path:
         files.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
     return merged
@@ -103,19 +105,19 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
     config, vocab = loaded.config, loaded.vocabulary
     if config.data.get("episodic"):
         raise errors.UsageError(f"{workdir} models lines that stand alone; inspect one of a stream")
-    model = report.describe_run(config, sum(models.count_parameters(loaded.model).values()))[
+    model = scoring.describe_run(config, sum(models.count_parameters(loaded.model).values()))[
         "model"
     ]
     gates = read_gates(workdir, max_windows=max_windows).rows()
     scores = read_scores(workdir, max_windows=max_windows)
     corpus = corpora.load_corpus(config.data.name, **tasks.corpus_options(config.data))
-    counts = token_losses.count_tokens(corpus.train.tokens, len(vocab))
+    counts = gating.count_tokens(corpus.train.tokens, len(vocab))
     return NAMES.get(model, model), {
         "gates": [row for row in gates if row["gate"] in GATES],
         "rounds": [row for row in gates if row["gate"] not in (*GATES, "j", "c")],
-        "frequency": token_losses.by_frequency(scores, counts),
-        "position": token_losses.by_position(scores, vocab.eos_id),
-        "recovery": token_losses.recovery(scores.nats),
+        "frequency": gating.by_frequency(scores, counts),
+        "position": gating.by_position(scores, vocab.eos_id),
+        "recovery": gating.recovery(scores.nats),
     }
 
 
@@ -153,7 +155,7 @@ def to_markdown(kind: str, by_model: Mapping[str, Sequence[Mapping[str, Any]]]) 
                 continue
             gaps = [same[0]["nats"] - row["nats"] for row in same[1:]]
             lines.append([_bucket(same[0]), same[0]["tokens"], *(r["nats"] for r in same), *gaps])
-    return f"{comparisons.markdown(head, lines)}\n\nRuns: {runs}."
+    return f"{tables.markdown(head, lines)}\n\nRuns: {runs}."
 
 
 def len_runs(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -184,3 +186,179 @@ _TITLES = {
     "position": "tokens before it in the line",
     "recovery": "loss of the token before it",
 }
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def draw_histograms(
+    reports: Mapping[str, gating.Report], gates: Sequence[str] = ("f", "i", "o")
+) -> Any:
+    """The distribution of each gate's values, layers from top to bottom."""
+    layers = sorted({layer + 1 for report in reports.values() for layer, _ in report.summaries})
+    fig, panels = _panels(len(layers), len(gates), width=3.0, height=2.2)
+    for row, layer in enumerate(layers):
+        for column, gate in enumerate(gates):
+            axes = panels[row][column]
+            for name, report in reports.items():
+                edges, shares = report.histogram(layer, gate)
+                density = shares / np.diff(edges)
+                axes.stairs(density, edges, color=_colour(name), label=name, linewidth=1.5)
+            axes.set_title(f"layer {layer}, {_NAMES.get(gate, gate)}", fontsize=10)
+            axes.set_yticks([])
+            axes.set_ylim(bottom=0)
+            axes.spines["left"].set_visible(False)
+            if row == len(layers) - 1:
+                axes.set_xlabel("value of the gate")
+    _legend(panels[0][-1])
+    return fig
+
+
+def draw_saturation(
+    reports: Mapping[str, gating.Report], gates: Sequence[str] = ("f", "i", "o"), layer: int = 1
+) -> Any:
+    """How much of the time each unit is saturated: closed to the right, open upwards."""
+    fig, panels = _panels(1, len(gates), width=3.0, height=3.0)
+    for axes, gate in zip(panels[0], gates, strict=True):
+        for name, report in reports.items():
+            found = report.summaries[layer - 1, gate]
+            shares = found.low / found.count, found.high / found.count
+            axes.plot(*shares, ".", color=_colour(name), label=name, alpha=0.6, markersize=5)
+        axes.set_title(f"layer {layer}, {_NAMES.get(gate, gate)}", fontsize=10)
+        axes.set_xlabel("time closed (below 0.1)")
+        axes.set_xlim(-0.03, 1.03)
+        axes.set_ylim(-0.03, 1.03)
+        axes.plot([0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0)
+    panels[0][0].set_ylabel("time open (above 0.9)")
+    _legend(panels[0][-1])
+    return fig
+
+
+def draw_ranges(report: gating.Report) -> Any:
+    """Where the gates of each round work nine times of ten, and their means."""
+    names = [*(f"round{number + 1}" for number in range(report.rounds)), "x_scale", "h_scale"]
+    rows = [row for row in report.rows() if row["gate"] in names]
+    rows.sort(key=lambda row: names.index(row["gate"]))
+    layers = sorted({row["layer"] for row in rows})
+    fig, panels = _panels(1, len(layers), width=4.0, height=2.8)
+    for axes, layer in zip(panels[0], layers, strict=True):
+        chosen = [row for row in rows if row["layer"] == layer]
+        for place, row in enumerate(chosen):
+            scale = row["gate"].endswith("scale")
+            colour = "tab:blue" if scale else "0.4"
+            axes.barh(place, row["q95"] - row["q05"], 0.4, row["q05"], color=colour, alpha=0.4)
+            axes.plot(row["mean"], place, "o", color=colour)
+        axes.axvline(1, color="0.7", linewidth=0.8, linestyle="--")
+        axes.set_yticks(range(len(chosen)), [_label_round(row["gate"]) for row in chosen])
+        axes.set_ylim(len(chosen) - 0.5, -0.5)
+        axes.set_xlabel("factor: mean, 5% to 95%")
+        axes.set_title(f"layer {layer}", fontsize=10)
+    return fig
+
+
+def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) -> Any:
+    """By how much the units that vary most are scaled while a text is read; scale [N, U]."""
+    from matplotlib import colors
+
+    logs = np.log2(np.maximum(scale, 2.0**-20))
+    chosen = np.argsort(logs.var(0))[::-1][:units]
+    shown = logs[:, chosen[np.argsort(logs[:, chosen].mean(0))]].T
+    reach = min(4.0, float(np.abs(shown).max())) or 1.0  # Beyond 16 times, more is the same.
+    fig, panels = _panels(1, 1, width=min(12.0, 2.5 + 0.16 * len(tokens)), height=3.6)
+    axes = panels[0][0]
+    norm = colors.TwoSlopeNorm(0.0, -reach, reach)
+    image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
+    axes.set_xticks(range(len(tokens)), [token.replace(" ", "␣") for token in tokens])
+    axes.tick_params(axis="x", length=0, labelsize=8, rotation=90 if _long(tokens) else 0)
+    axes.set_yticks([])
+    axes.set_ylabel(f"{shown.shape[0]} units, sorted")
+    bar = fig.colorbar(image, ax=axes, pad=0.01, extend="both")
+    bar.set_label("log2 of the factor")
+    return fig
+
+
+def draw_strengths(rows: Rows, top: int = 15) -> Any:
+    """The tokens with the strongest and the weakest gating, of `Report.token_rows`."""
+    chosen = [*rows[:top], *rows[-top:]] if len(rows) > 2 * top else list(rows)
+    fig, panels = _panels(1, 1, width=6.0, height=0.9 + 0.2 * len(chosen))
+    axes = panels[0][0]
+    places = np.arange(len(chosen))
+    for key, colour, label in (("x_strength", "tab:blue", "x"), ("h_strength", "tab:green", "h")):
+        axes.plot([row[key] for row in chosen], places, "o", color=colour, label=label)
+    axes.set_yticks(places, [f"{row['token']!r}  ({row['count']:,})" for row in chosen], fontsize=8)
+    axes.set_ylim(len(chosen) - 0.5, -0.5)
+    if len(chosen) < len(rows):
+        axes.axhline(top - 0.5, color="0.7", linewidth=0.8)
+    axes.set_xlabel("mean |log2 factor| when the token is read")
+    _legend(axes)
+    return fig
+
+
+def draw_losses(losses: Mapping[str, Rows], x_label: str) -> Any:
+    """Mean loss by bucket on the left; what the others lose to the last model on the right.
+
+    Bars are standard errors as of independent means: the models err together, so they are wide.
+    """
+    fig, panels = _panels(1, 2, width=4.2, height=3.0)
+    left, right = panels[0]
+    *others, last = losses
+    labels = [_tick(row) for row in losses[last]]
+    places = np.arange(len(labels))
+    for name, rows in losses.items():
+        left.plot(places, [row["nats"] for row in rows], "o-", color=_colour(name), label=name)
+    for name in others:
+        gaps = [a["nats"] - b["nats"] for a, b in zip(losses[name], losses[last], strict=True)]
+        errors = [
+            np.hypot(a["error"], b["error"])
+            for a, b in zip(losses[name], losses[last], strict=True)
+        ]
+        right.errorbar(places, gaps, yerr=errors, fmt="o", color=_colour(name), capsize=3)
+    right.axhline(0, color="0.7", linewidth=0.8)
+    left.set_ylabel("nats per token")
+    right.set_ylabel(f"{', '.join(others)} minus {last}, nats")
+    for axes in (left, right):
+        axes.set_xticks(places, labels, rotation=30, ha="right", fontsize=8)
+        axes.set_xlabel(x_label)
+    _legend(left)
+    return fig
+
+
+def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib import figure
+
+    fig = figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
+    panels = fig.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return fig, panels
+
+
+def _legend(axes) -> None:
+    axes.legend(framealpha=0.9, edgecolor="none", fontsize=9)
+
+
+def _colour(name: str) -> str:
+    return tables.COLOURS.get(name, "0.4")
+
+
+def _tick(row: Mapping[str, Any]) -> str:
+    if "above" in row:
+        return f"> {row['above']:g}"
+    low, high = row["from"], row["below"]
+    if high == np.inf:
+        return f"{low:,}+"
+    return f"{low:,}" if high == low + 1 else f"{low:,}–{high - 1:,}"
+
+
+def _label_round(gate: str) -> str:
+    if gate.startswith("round"):
+        number = int(gate.removeprefix("round"))
+        return f"round {number}, of {'x' if number % 2 else 'h'}"
+    return f"all rounds, of {gate[0]}"
+
+
+def _long(tokens: Sequence[str]) -> bool:
+    return max(map(len, tokens)) > 2
+
+
+_NAMES = {"f": "forget gate f", "i": "input gate i", "o": "output gate o", "j": "candidate j"}

@@ -2,7 +2,7 @@
 
 An experiment file that has sets says so in `SETS`: name to `Set`. Every run is an ordinary one in
 a folder of its own, `<workdir>/<variant>/seed<k>`, so whatever works on a workdir works on it, and
-a sweep that was stopped goes on with the same command. `comparisons.py` makes tables and figures.
+a sweep that was stopped goes on with the same command. `tables.py` makes tables and figures.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
-from mogrifier_jax.analysis import comparisons
-from mogrifier_jax.training import progress, runs, signals, train, workdirs
+from mogrifier_jax.analysis import tables
+from mogrifier_jax.training import progress, runs, runtime, train, workdirs
 
 POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.
 
@@ -128,8 +128,8 @@ def run(
     done = run_here(waiting) if parallel == 1 else run_beside(sweep, waiting, parallel)
     for job in done:
         logging.info("%s: %s", job, describe(job.folder))
-        comparisons.write(sweep, sets, workdir, numbers)
-    comparisons.write(sweep, sets, workdir, numbers, report=report)
+        tables.write(sweep, sets, workdir, numbers)
+    tables.write(sweep, sets, workdir, numbers, report=report)
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -164,7 +164,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
     waiting, running, stopped = list(jobs), list[tuple[Job, Any, Any]](), list[Job]()
     free = share_cores(parallel)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(signals.StopRequests())
+        stop = stack.enter_context(runtime.StopRequests())
         stack.callback(terminate, running)  # None is left when all is well.
         while waiting or running:
             if stop.requested():

@@ -1,4 +1,4 @@
-"""Corpora by name: read, checked, encoded, ready for `data.py`.
+"""Corpora by name: read, checked, encoded, ready for `streams.py`.
 
 The paper's corpora and local files go through the builders in `datasets/`; `pydoc` comes with
 Python. `vocabulary.py` does the encoding.

@@ -3,7 +3,7 @@
 Letters: B batch, T window, N examples, R rounds of the shuffle, K epochs that meet in one
 batch. Training goes through all examples in a new order each epoch, batches running across the
 ends of epochs; the order is a keyed permutation computed entry by entry, so the batch index
-alone is the position. `data.py` has the streams that carry state.
+alone is the position. `streams.py` has the streams that carry state.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 A text is cut into lines at every Unicode line boundary and each line ends in one
 end-of-line token. Letters: V vocabulary size, N lines. At level "byte" every byte is read as
 its CP437 character, so ids follow the code points of those characters. `corpora.py` reads the
-files, `data.py` cuts the ids into windows.
+files, `streams.py` cuts the ids into windows.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Tasks without their text: the shapes and shardings of streams on chips that are not here.
 
-`preflight.py` compiles with them what `tasks.py` would feed. Corpora of known size need not be
+`estimates.py` compiles with them what `tasks.py` would feed. Corpora of known size need not be
 there at all.
 """
 

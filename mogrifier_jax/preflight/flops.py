@@ -2,7 +2,7 @@
 
 `of_jaxpr` walks a traced function: exact, and the same on every backend, as compilers rewrite
 matmuls. `dots` and `traffic` read one instruction of an optimised program, for the roofline of
-GPU kernels in `compiled.py`.
+GPU kernels in `costs.py`.
 """
 
 import math

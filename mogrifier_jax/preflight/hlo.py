@@ -2,7 +2,7 @@
 
 `parse` turns the optimised HLO text of any backend into instructions grouped by computation;
 `trip_count` finds how often a loop runs by running the few integers its condition reads.
-`compiled.py` adds up costs along the call graph that is read here.
+`costs.py` adds up costs along the call graph that is read here.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 `parse` reads the name, `describe` asks the vendor's compiler for that topology (no chip is
 needed), `mesh` lays ("data", "model") over it. Peaks and bandwidths of memory are published ones,
 memory of TPUs is what their compiler leaves to a program; bandwidths of links and networks,
-latencies and launch times are round figures. `compiled.py` turns programs into costs.
+latencies and launch times are round figures. `costs.py` turns programs into costs.
 """
 
 import dataclasses

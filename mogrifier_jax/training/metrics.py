@@ -13,7 +13,7 @@ no words for numbers that are not finite: they are the strings "nan", "inf" and 
 `float` reads. `speed.jsonl` holds what differs from run to run, such as tokens per second.
 TensorBoard shows both, from the folder `tensorboard`.
 
-How it all looks as a picture is in `plots.py`; what is printed, in `progress.py`.
+What is printed and drawn of it is in `progress.py`.
 """
 
 import contextlib

@@ -1,10 +1,13 @@
-"""What a run shows to people: log lines, a progress bar, a table of sizes.
+"""What a run shows to people: log lines, a bar, a table at the start and the end, a picture.
 
 On a terminal the bar stays below the log lines; elsewhere progress is a line now and then.
 """
 
 import contextlib
 import logging as python_logging
+import math
+import os
+import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +17,8 @@ import jax
 import tqdm
 from absl import logging
 
+from mogrifier_jax import errors
+from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics
 
 
@@ -157,3 +162,187 @@ def _show(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def describe_run(run: Any, workdir: str) -> str:
+    """Sizes, parameters, memory, mesh and data of a `runs.Run`."""
+    model, rules, state = run.model, run.rules, run.abstract_state()
+    parts = models.count_parameters(model)
+    options = dict(model.cell_options)
+    arrays = (state.params, state.opt_state, state.average, state.carry)
+    sections = {
+        "model": [
+            ("cell", model.cell),
+            ("layers x hidden", f"{model.num_layers} x {model.hidden_size}"),
+            ("embedding", model.embedding_size),
+            ("rounds, rank", f"{options.get('rounds', 0)}, {options.get('rank', 0)}"),
+            ("parameters", sum(parts.values())),
+            *((f"  {name}", count) for name, count in parts.items()),
+        ],
+        "data": [
+            *run.task.summary,
+            ("batch x window", f"{run.batch_size} x {run.config.data.window}"),
+        ],
+        "run": [
+            ("steps", f"{rules.turns} turns x {rules.steps_per_turn}"),
+            ("memory of the weights", mebibytes(state.params)),
+            ("memory of the state", mebibytes(arrays)),
+            ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
+            ("devices", describe_devices(run.mesh.size)),
+            ("workdir", workdir),
+        ],
+    }
+    return table(sections)
+
+
+def describe_devices(used: int) -> str:
+    """How many there are of which kind, and why not all are used, if so."""
+    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    return f"{count} {kind}" if used == count else f"{used} of {count} {kind}, to divide the batch"
+
+
+def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
+    """The scores of the best weights, and where everything is."""
+    files = {
+        "weights": "checkpoints",
+        "scores": "results.json",
+        "metrics": "metrics.jsonl",
+        "TensorBoard": "tensorboard",
+        "picture": "learning_curve.png",
+    }
+    paths = [(label, os.path.join(workdir, name)) for label, name in files.items()]
+    sections = {
+        "result": [
+            ("best turn", f"{results['best_turn']}, step {results['step']:,}"),
+            ("temperature", f"{results['temperature']:.2f}"),
+            *(
+                (split, f"{nats:.4f} nats, {metrics.show(nats, unit)}")
+                for split in ("valid", "test")
+                for nats in (results[f"{split}_nats"],)
+            ),
+        ],
+        "saved": [(label, path) for label, path in paths if os.path.exists(path)],
+    }
+    return table(sections)
+
+
+def mebibytes(tree: Any) -> str:
+    """How much memory the arrays take, all copies on all devices counted once."""
+    return (
+        f"{sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 2**20:,.1f} MiB"
+    )
+
+
+def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
+    """Draws training and validation loss over steps; returns the path of the PNG.
+
+    Args:
+      unit: of the axis on the right: "ppl", or the name of bits per token such as "bpc".
+    """
+    # Matplotlib is slow to import; the figure is made without pyplot, which may open windows.
+    from matplotlib import figure
+
+    workdir = pathlib.Path(workdir)
+    records = metrics.read_metrics(workdir)
+    train = _points(records, "train", "loss_nats")
+    seen = _points(records, "eval", "train_nats")
+    valid = _points(records, "eval", "valid_nats")
+    if not valid and not train:
+        raise errors.UsageError(f"{workdir / 'metrics.jsonl'} has no numbers yet; nothing to draw")
+
+    fig = figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = fig.add_subplot()
+    if train:
+        axes.plot(*_unzip(train), color="0.75", linewidth=0.8, label="training, with dropout")
+    if seen:
+        axes.plot(*_unzip(seen), color="tab:orange", linewidth=1.4, label="training, evaluated")
+    if valid:
+        axes.plot(
+            *_unzip(valid),
+            color="tab:blue",
+            linewidth=1.8,
+            marker="." if len(valid) < 50 else None,
+            label="validation",
+        )
+    _mark_averaging(axes, records)
+    _mark_best(axes, records, unit)
+    _limit(axes, train, [*seen, *valid])
+    axes.set_xlabel("optimiser steps")
+    axes.set_ylabel("nats per token")
+    axes.grid(alpha=0.25)
+    axes.spines["top"].set_visible(False)
+    right = axes.twinx()  # Shares the limits below, so that its ticks can be round numbers.
+    right.spines["top"].set_visible(False)
+    _mirror(axes, right, unit)
+    right.legend(
+        *axes.get_legend_handles_labels(), loc="upper right", framealpha=0.9, edgecolor="none"
+    )
+    path = workdir / "learning_curve.png"
+    fig.savefig(path, dpi=150)
+    return path
+
+
+def _points(records: list[dict[str, Any]], kind: str, key: str) -> list[tuple[int, float]]:
+    points = [(r["step"], float(r[key])) for r in records if r["kind"] == kind and key in r]
+    return [(step, nats) for step, nats in points if math.isfinite(nats)]
+
+
+def _unzip(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [nats for _, nats in points]
+
+
+def _mark_averaging(axes, records: list[dict[str, Any]]) -> None:
+    """A line where averaging began: at the evaluation before the first averaged one."""
+    start = 0
+    for record in (r for r in records if r["kind"] == "eval"):
+        if record.get("averaged"):
+            axes.axvline(start, color="tab:green", linestyle="--", linewidth=1, label="averaging")
+            return
+        start = record["step"]
+
+
+def _mark_best(axes, records: list[dict[str, Any]], unit: str) -> None:
+    best = [r for r in records if r["kind"] == "eval" and r.get("best")]
+    if not best:
+        return
+    step, nats = best[-1]["step"], float(best[-1]["valid_nats"])
+    label = f"best: {nats:.4f} nats, {_score(nats, unit)}"
+    if "turn" in best[-1]:
+        label += f", turn {best[-1]['turn']}"
+    axes.plot([step], [nats], "*", markersize=11, color="tab:red", label=label, zorder=3)
+
+
+def _limit(axes, train: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
+    """Leaves out the first fall of the loss, which would flatten all the rest."""
+    curves = [sorted(nats for _, nats in points) for points in (train, evaluated) if points]
+    low = min(curve[0] for curve in curves)
+    high = max(curve[int(0.9 * (len(curve) - 1))] for curve in curves)
+    margin = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + 3 * margin)
+
+
+def _mirror(axes, right, unit: str) -> None:
+    """Labels the right axis in perplexity or bits, at round values."""
+    from matplotlib import ticker
+
+    low, high = axes.get_ylim()
+    right.set_ylim(low, high)
+    locator: ticker.Locator = ticker.MaxNLocator(7, steps=[1, 2, 5, 10])
+    if unit == "ppl":
+        if high - low > 1.5:
+            locator = ticker.LogLocator(subs=(1, 2, 5))
+        shown = locator.tick_values(math.exp(low), math.exp(high))
+        ticks = [(math.log(value), f"{value:g}") for value in shown if value > 0]
+        right.set_ylabel("perplexity")
+    else:
+        shown = locator.tick_values(metrics.bits(low), metrics.bits(high))
+        ticks = [(value * math.log(2), f"{value:g}") for value in shown]
+        right.set_ylabel(f"bits per token ({unit})")
+    ticks = [(place, text) for place, text in ticks if low <= place <= high]
+    right.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
+
+
+def _score(nats: float, unit: str) -> str:
+    if unit == "ppl":
+        return f"perplexity {metrics.perplexity(nats):.2f}"
+    return f"{metrics.bits(nats):.4f} {unit}"

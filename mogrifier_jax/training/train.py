@@ -26,14 +26,11 @@ from mogrifier_jax import errors
 from mogrifier_jax.training import (
     bookkeeping,
     evaluate,
-    plots,
     progress,
     runs,
     runtime,
-    signals,
     stacked,
     steps,
-    summaries,
     workdirs,
 )
 
@@ -49,11 +46,11 @@ def train_and_evaluate(
     workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
     with contextlib.ExitStack() as stack:
         # Before anything compiles: what a handler raises inside the compiler would be lost.
-        with signals.StopRequests() as stop:
+        with runtime.StopRequests() as stop:
             run = runs.make_run(config)
             stop.check()
             book = stack.enter_context(bookkeeping.open_book(run, workdir))
-            logging.info("\n%s", summaries.describe_run(run, workdir))
+            logging.info("\n%s", progress.describe_run(run, workdir))
             loops = train_turns([book], Alone(run), trace)
         (results,) = score_best(loops)
     if isinstance(results, Exception):
@@ -61,14 +58,14 @@ def train_and_evaluate(
     if jax.process_index() == 0:
         workdirs.write_json(workdir, "results.json", results)
         draw_learning_curve(run, workdir)
-        logging.info("\n%s", summaries.describe_results(results, run.task.score_unit, workdir))
+        logging.info("\n%s", progress.describe_results(results, run.task.score_unit, workdir))
     return results
 
 
 def draw_learning_curve(run: runs.Run, workdir: str) -> None:
     """Leaves a picture, if there is anything to draw it with."""
     try:
-        plots.learning_curve(workdir, unit=run.task.score_unit)
+        progress.learning_curve(workdir, unit=run.task.score_unit)
     except ImportError:
         logging.info("no learning_curve.png: matplotlib is not installed")
 
@@ -84,7 +81,7 @@ def train_turns(
     trace: runtime.Trace | None = None,
 ) -> dict[int, "Loop"]:
     """All turns, those runs together that are at the same point; returns the loop of each book."""
-    with signals.StopRequests() as stop:
+    with runtime.StopRequests() as stop:
         restored = [book.restore() for book in books]
         stop.check()
         points = [
@@ -137,7 +134,7 @@ class Loop:
         """Turn after turn, until all have come to an end."""
         run = self._compiled.run
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(signals.StopRequests())
+            stop = stack.enter_context(runtime.StopRequests())
             self._bar = stack.enter_context(
                 progress.Progress(
                     run.rules.turns * run.rules.steps_per_turn,

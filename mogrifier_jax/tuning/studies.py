@@ -7,7 +7,7 @@ read from JSON files of the same form:
      "model.rounds": {"low": 0, "high": 6, "scale": "integer"}}
 
 Names are keys of the config. A rank of zero or less is full rank, and the hidden size is solved
-from the budget in each trial unless the config sets it. `tuning.py` runs them.
+from the budget in each trial unless the config sets it. `worker.py` runs them.
 """
 
 import copy

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.analysis import gate_plots, gating, token_losses
+from mogrifier_jax.analysis import gating, inspection
 from mogrifier_jax.data import tasks, vocabulary
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -206,47 +206,47 @@ def scores(tokens, nats):
 
 def test_loss_by_frequency():
     given = scores([0, 1, 2, 1], [1.0, 2.0, 4.0, 3.0])
-    rows = token_losses.by_frequency(given, np.array([5, 100, 0]), edges=(0, 1, 10))
+    rows = gating.by_frequency(given, np.array([5, 100, 0]), edges=(0, 1, 10))
     assert [(row["tokens"], row["nats"]) for row in rows] == [(1, 4.0), (1, 1.0), (2, 2.5)]
     assert rows[2]["error"] == pytest.approx(0.5) and math.isnan(rows[0]["error"])
 
 
 def test_loss_by_position_counts_from_the_beginning_of_the_line():
     tokens = [3, 4, 0, 0, 5, 0, 6]  # The end of a line belongs to it; one line is empty.
-    assert token_losses.positions(np.array(tokens), 0).tolist() == [0, 1, 2, 0, 0, 1, 0]
-    rows = token_losses.by_position(scores(tokens, range(7)), 0, edges=(0, 1))
+    assert gating.positions(np.array(tokens), 0).tolist() == [0, 1, 2, 0, 0, 1, 0]
+    rows = gating.by_position(scores(tokens, range(7)), 0, edges=(0, 1))
     assert [row["nats"] for row in rows] == [(0 + 3 + 4 + 6) / 4, (1 + 2 + 5) / 3]
 
 
 def test_recovery_looks_one_token_ahead():
     nats = np.array([9.0, 1.0, 5.0, 2.0, 0.0])
-    found = token_losses.recovery(nats, thresholds=(0.5, 4, 8))
+    found = gating.recovery(nats, thresholds=(0.5, 4, 8))
     assert [row["tokens"] for row in found] == [4, 2, 1]
     assert [row["nats"] for row in found] == [2.0, 1.5, 1.0]
-    rows = token_losses.after_surprise(nats, edges=(0, 4))
+    rows = gating.after_surprise(nats, edges=(0, 4))
     assert [row["nats"] for row in rows] == [2.5, 1.5]
-    assert token_losses.compare(rows, rows) == [0.0, 0.0]
+    assert gating.compare(rows, rows) == [0.0, 0.0]
 
 
 def test_wrong_buckets_are_refused():
     with pytest.raises(errors.UsageError, match="must grow"):
-        token_losses.group(np.arange(3), np.ones(3), (0, 2, 1))
+        gating.group(np.arange(3), np.ones(3), (0, 2, 1))
     with pytest.raises(errors.UsageError, match="3 keys for 2 tokens"):
-        token_losses.group(np.arange(3), np.ones(2), (0, 1))
+        gating.group(np.arange(3), np.ones(2), (0, 1))
 
 
 @pytest.mark.slow
 def test_pictures_show_what_is_there(trial):
     report, *_ = trial
     reports = {"LSTM": report, "Mogrifier": report}
-    fig = gate_plots.draw_histograms(reports, ("f", "o"))
+    fig = inspection.draw_histograms(reports, ("f", "o"))
     assert [axes.get_title() for axes in fig.axes] == [
         f"layer {layer}, {name} gate {name[0]}" for layer in (1, 2) for name in ("forget", "output")
     ]
     area = [patch.get_data() for patch in fig.axes[0].patches]
     assert np.sum(area[0].values * np.diff(area[0].edges)) == pytest.approx(1)
-    assert len(gate_plots.draw_saturation(reports).axes[0].lines) == 3
-    ranges = gate_plots.draw_ranges(report)
+    assert len(inspection.draw_saturation(reports).axes[0].lines) == 3
+    ranges = inspection.draw_ranges(report)
     labels = [tick.get_text() for tick in ranges.axes[0].get_yticklabels()]
     assert labels == [
         *("round 1, of x", "round 2, of h", "round 3, of x"),
@@ -254,10 +254,10 @@ def test_pictures_show_what_is_there(trial):
     ]
     scale = np.ones((3, 5))
     scale[1, 2] = 4.0
-    shown = gate_plots.draw_heat_map(["a", "b", "c"], scale, units=2).axes[0].images[0].get_array()
+    shown = inspection.draw_heat_map(["a", "b", "c"], scale, units=2).axes[0].images[0].get_array()
     assert shown.shape == (2, 3) and shown.max() == 2.0 and shown[1, 1] == 2.0
-    rows = token_losses.recovery(np.array([9.0, 1.0, 5.0, 2.0, 0.0]), thresholds=(0.5, 4))
+    rows = gating.recovery(np.array([9.0, 1.0, 5.0, 2.0, 0.0]), thresholds=(0.5, 4))
     worse = [{**row, "nats": row["nats"] + 1} for row in rows]
-    fig = gate_plots.draw_losses({"LSTM": worse, "Mogrifier": rows}, "loss before")
+    fig = inspection.draw_losses({"LSTM": worse, "Mogrifier": rows}, "loss before")
     assert [text.get_text() for text in fig.axes[0].get_xticklabels()] == ["> 0.5", "> 4"]
     assert fig.axes[1].lines[0].get_ydata().tolist() == [1.0, 1.0]

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from mogrifier_jax import configs, errors, partitioning
-from mogrifier_jax.analysis import comparisons, figures, sweeps
+from mogrifier_jax.analysis import sweeps, tables
 from mogrifier_jax.configs import Row, Set
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import runs, train
@@ -159,7 +159,7 @@ def trained(monkeypatch):
         (pathlib.Path(workdir) / "results.json").write_text('{"valid_nats": 1.5}')
 
     monkeypatch.setattr(train, "train_and_evaluate", run)
-    monkeypatch.setattr(comparisons, "write", lambda *args, **options: None)
+    monkeypatch.setattr(tables, "write", lambda *args, **options: None)
     return started
 
 
@@ -217,7 +217,7 @@ def beside(monkeypatch):
         return [sys.executable, "-c", SCRIPT, *seen[-1][3:]]
 
     monkeypatch.setattr(sweeps.Sweep, "command", command)
-    monkeypatch.setattr(comparisons, "write", lambda *args, **options: None)
+    monkeypatch.setattr(tables, "write", lambda *args, **options: None)
     return seen
 
 
@@ -327,7 +327,7 @@ def test_a_table_has_mean_spread_paper_and_what_it_was_made_with():
     rows = make_rows(
         {"LSTM": [5.0, 5.2], "Mogrifier": [4.9]}, paper={"LSTM": 4.0, "Mogrifier": None}
     )
-    lines = comparisons.to_markdown("Title", rows).splitlines()
+    lines = tables.to_markdown("Title", rows).splitlines()
     assert lines[0] == "**Title**, perplexity"
     assert lines[4].startswith(
         "| LSTM | 2,000,000 | 150 | 2 | 164.84 ± 1.25 | 164.84 | 54.60 | 1.0 |"
@@ -341,12 +341,12 @@ def test_a_table_has_mean_spread_paper_and_what_it_was_made_with():
 def test_the_best_is_that_of_all_or_of_each_place():
     nats = {"LSTM": [5.0], "Mogrifier": [4.9]}
     short, long = (make_rows(nats, x=dict.fromkeys(nats, x)) for x in (5, 10))
-    assert [comparisons.is_best(row, short + long) for row in short + long] == [0, 1, 0, 1]
+    assert [tables.is_best(row, short + long) for row in short + long] == [0, 1, 0, 1]
     rounds = make_rows(nats, x={"LSTM": 0, "Mogrifier": 1}, label=dict.fromkeys(nats, "Mogrifier"))
-    assert [comparisons.is_best(row, rounds) for row in rounds] == [False, True]
-    assert not comparisons.is_best(short[0], short[:1])
+    assert [tables.is_best(row, rounds) for row in rounds] == [False, True]
+    assert not tables.is_best(short[0], short[:1])
     long[0]["window"] = 70
-    assert comparisons.describe(short + long).startswith("1,000 steps of 16 x 35, 70 tokens.")
+    assert tables.describe(short + long).startswith("1,000 steps of 16 x 35, 70 tokens.")
 
 
 def test_a_document_keeps_everything_but_the_table(tmp_path):
@@ -355,18 +355,18 @@ def test_a_document_keeps_everything_but_the_table(tmp_path):
     made.with_suffix(".md").write_text("first\n")
     made.with_suffix(".json").write_text("[]")
     report.write_text("# Results\n\nbefore\n<!-- sweep trial:tiny both -->\n<!-- end -->\nafter\n")
-    comparisons.insert(report, "trial:tiny both", made)
+    tables.insert(report, "trial:tiny both", made)
     assert (
         "before\n<!-- sweep trial:tiny both -->\nfirst\n<!-- end -->\nafter" in report.read_text()
     )
     made.with_suffix(".md").write_text("second\n")
     made.with_suffix(".png").write_bytes(b"picture")
-    comparisons.insert(report, "trial:tiny both", made)
+    tables.insert(report, "trial:tiny both", made)
     text = report.read_text()
     assert "first" not in text and text.startswith("# Results") and text.endswith("after\n")
     assert "second\n\n![trial:tiny both](docs/results/trial_tiny_both.png)\n<!-- end -->" in text
     assert (tmp_path / "docs" / "results" / "trial_tiny_both.json").read_text() == "[]"
-    comparisons.insert(report, "trial:tiny other", made)
+    tables.insert(report, "trial:tiny other", made)
     assert report.read_text().startswith(text)
 
 
@@ -374,24 +374,24 @@ def test_figures_show_every_row_and_the_paper_beside():
     rows = make_rows(
         {"LSTM": [5.0, 5.2], "Mogrifier": [4.9, 4.8]}, paper={"LSTM": 4.0, "Mogrifier": 3.9}
     )
-    fig = figures.figure_of_set(Set("Both", [Row("a", "LSTM"), Row("b", "Mogrifier")]), rows)
+    fig = tables.figure_of_set(Set("Both", [Row("a", "LSTM"), Row("b", "Mogrifier")]), rows)
     for axes in fig.axes:
         assert [t.get_text() for t in axes.get_yticklabels()] == ["LSTM", "Mogrifier"]
     assert fig.axes[0].get_title() == "measured: 2M parameters, 2 seeds"
     assert fig.axes[1].get_title() == "paper"
     places = {"LSTM": 0, "Mogrifier": 5}
     rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x=places)
-    (axes,) = figures.figure_of_set(Set("Curves", [], x_label="rounds"), rows).axes
+    (axes,) = tables.figure_of_set(Set("Curves", [], x_label="rounds"), rows).axes
     assert axes.get_xlabel() == "rounds" and axes.get_xticks().tolist() == [0, 5]
     rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x={"LSTM": "tied", "Mogrifier": "tied"})
-    (axes,) = figures.figure_of_set(Set("Words", [], x_label=""), rows).axes
+    (axes,) = tables.figure_of_set(Set("Words", [], x_label=""), rows).axes
     assert [t.get_text() for t in axes.get_xticklabels()] == ["tied"]
 
 
 def test_learning_curves_leave_out_what_comes_before_training():
     curves = {"LSTM": [[(0, 9.0), (10, 5.0), (20, 4.0)]] * 2, "Mogrifier": [[(0, 9.0), (10, 3.0)]]}
     rows = make_rows({"LSTM": [4.0, 4.0], "Mogrifier": [3.0]}, curves=curves)
-    (axes,) = figures.draw_curves(rows, "Title").axes
+    (axes,) = tables.draw_curves(rows, "Title").axes
     assert [line.get_ydata().tolist() for line in axes.lines] == [[5.0, 4.0], [5.0, 4.0], [3.0]]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["LSTM", "Mogrifier"] and axes.get_title() == "Title"
@@ -411,7 +411,7 @@ def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
     before = (jobs[0].folder / "results.json").stat().st_mtime_ns
     assert [sweeps.is_done(job.folder) for job in jobs] == [True, False]
     list(sweeps.run_here(jobs[1:]))
-    comparisons.write(sweep, sets, tmp_path, [1])
+    tables.write(sweep, sets, tmp_path, [1])
     assert (jobs[0].folder / "results.json").stat().st_mtime_ns == before
     rows = json.loads((tmp_path / "pair.json").read_text())
     assert [row["label"] for row in rows] == ["LSTM", "Mogrifier"]

@@ -12,15 +12,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.data.datasets import text as local_text
-from mogrifier_jax.evaluation import (
-    methods,
-    options,
-    pretrained,
-    report,
-    scoring,
-    texts,
-    tokens,
-)
+from mogrifier_jax.evaluation import methods, options, pretrained, scoring, texts
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
 from mogrifier_jax.training.evaluate import TokenScores
 
@@ -130,7 +122,7 @@ def test_every_method_leaves_its_rows_and_tokens(workdir):
     assert found["dyneval", "valid"] < found["deterministic", "valid"] - 1e-4
     assert rows["mc_dyneval"]["samples"] == 2
     for method, row in rows.items():
-        scores, about = tokens.read_tokens(row["file"])
+        scores, about = texts.read_tokens(row["file"])
         assert scores.mean() == pytest.approx(row["nats"], rel=1e-6)
         assert about["method"] == method
     assert (workdir / "dyneval" / "statistics_B16_T4.npz").exists()
@@ -146,7 +138,7 @@ def test_divergence_is_reported_with_the_last_finite_score(workdir):
     assert row["nats"] is None and row["diverged_at_window"] >= 1
     assert 0 < row["last_finite_nats"] < 100
     assert "diverged" in scoring.describe(evaluation)
-    assert "diverged" in report.to_markdown([evaluation])
+    assert "diverged" in scoring.to_markdown([evaluation])
 
 
 @pytest.mark.slow
@@ -195,19 +187,19 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
     ids = np.array([1, 2, 3], np.int32)
     for name, nats in (("a", [1.0, 2.0, 3.0]), ("b", [2.0, 1.0, 3.0])):
         scores = TokenScores(ids, np.array(nats, np.float32))
-        tokens.write_tokens(tmp_path / f"{name}.npz", scores, vocab)
+        texts.write_tokens(tmp_path / f"{name}.npz", scores, vocab)
     paths = [str(tmp_path / f"{name}.npz") for name in "ab"]
     output = str(tmp_path / "both.npz")
     (result,) = scoring.run([], make_options(ensemble=",".join(paths), output=output))
     mixed = -np.log((np.exp(-1) + np.exp(-2)) / 2)
     assert result["nats"] == pytest.approx((2 * mixed + 3) / 3)
     assert result["nats"] < min(result["members"])
-    np.testing.assert_allclose(tokens.read_tokens(output)[0].nats, [mixed, mixed, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(texts.read_tokens(output)[0].nats, [mixed, mixed, 3.0], rtol=1e-6)
 
     other = TokenScores(np.array([1, 2, 4]), np.ones(3))
-    tokens.write_tokens(tmp_path / "c.npz", other, vocab)
-    tokens.write_tokens(tmp_path / "d.npz", TokenScores(ids[:2], np.ones(2)), vocab)
-    tokens.write_tokens(tmp_path / "e.npz", TokenScores(ids, np.ones(3)), "another")
+    texts.write_tokens(tmp_path / "c.npz", other, vocab)
+    texts.write_tokens(tmp_path / "d.npz", TokenScores(ids[:2], np.ones(2)), vocab)
+    texts.write_tokens(tmp_path / "e.npz", TokenScores(ids, np.ones(3)), "another")
     (tmp_path / "f.npz").write_text("not at all")
     for name, message in (
         ("c", "first at token 2"),
@@ -217,9 +209,9 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
         ("g", "does not exist"),
     ):
         with pytest.raises(errors.UsageError, match=message):
-            tokens.ensemble([paths[0], tmp_path / f"{name}.npz"])
+            texts.ensemble([paths[0], tmp_path / f"{name}.npz"])
     with pytest.raises(errors.UsageError, match="two or more"):
-        tokens.ensemble(paths[:1])
+        texts.ensemble(paths[:1])
 
 
 def fake_evaluation(name, corpus, model, params, unit, rows):
@@ -256,9 +248,9 @@ def test_runs_are_found_in_the_papers_tables():
     with config.unlocked():
         config.data.name = "enwik8"
         config.model.num_params = 48_000_000
-    run = report.describe_run(config, 1)
-    assert report.paper_nats(run, "deterministic") == [0.78663, 0.79413, 0.71751, 0.70177]
-    assert report.paper_nats({**run, "params": "24M"}, "deterministic") == [None] * 4
+    run = scoring.describe_run(config, 1)
+    assert scoring.paper_nats(run, "deterministic") == [0.78663, 0.79413, 0.71751, 0.70177]
+    assert scoring.paper_nats({**run, "params": "24M"}, "deterministic") == [None] * 4
 
 
 def test_minimise_finds_the_minimum():

@@ -15,7 +15,7 @@ import pytest
 from absl import logging
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import metrics, plots, progress
+from mogrifier_jax.training import metrics, progress
 
 
 def write_steps(writer, steps):
@@ -217,10 +217,10 @@ def test_learning_curve(tmp_path, unit):
                 turn * 10, "eval", turn=turn, valid_nats=nats, averaged=turn > 2, best=True
             )
             writer.write(turn * 10 + 5, "train", loss_nats=nats if turn < 4 else math.nan)
-    content = plots.learning_curve(tmp_path, unit=unit).read_bytes()
+    content = progress.learning_curve(tmp_path, unit=unit).read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) > 10_000
 
 
 def test_learning_curve_of_nothing_is_refused(tmp_path):
     with pytest.raises(errors.UsageError, match="nothing to draw"):
-        plots.learning_curve(tmp_path)
+        progress.learning_curve(tmp_path)

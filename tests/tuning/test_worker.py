@@ -22,15 +22,7 @@ from mogrifier_jax import errors
 from mogrifier_jax.evaluation import options, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, workdirs
-from mogrifier_jax.tuning import (
-    storages,
-    studies,
-    study_report,
-    trials,
-    tuning_dyneval,
-    tuning_training,
-    worker,
-)
+from mogrifier_jax.tuning import dynamic, report, storages, studies, trials, worker
 from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -185,7 +177,7 @@ def without(package):
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_any_compute(tmp_path, monkeypatch, settings, words):
-    monkeypatch.setattr(tuning_training, "Training", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(worker, "Training", lambda *_: pytest.fail("it went on"))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     monkeypatch.setattr(importlib.util, "find_spec", without("vizier"))
     with pytest.raises(errors.UsageError) as refused:
@@ -448,13 +440,13 @@ def test_neighbourhoods_by_hand():
         trials.Record(i, "complete", 1.0 + i / 10, 1.0, dict(zip("ab", place, strict=True)), {})
         for i, place in enumerate(places)
     ]
-    a, b = study_report.neighbourhoods(known, study)
+    a, b = report.neighbourhoods(known, study)
     assert (a.low, a.high, a.others) == (pytest.approx(0.425), pytest.approx(0.575), 3)
     assert (a.nearest, a.median) == (pytest.approx(1.1), pytest.approx(1.2))
     assert b.others == 2 and b.nearest == pytest.approx(1.2)
     assert b.low == pytest.approx(10 ** (1 - 0.15)) and b.high == pytest.approx(10 ** (1 + 0.15))
     edge = [known[0]._replace(params={"a": 0.99, "b": 1}), *known[1:]]
-    a, b = study_report.neighbourhoods(edge, study)
+    a, b = report.neighbourhoods(edge, study)
     assert (a.low, a.high) == (pytest.approx(0.85), pytest.approx(1.0)) and a.others == 1
     assert b.low == 1 and b.nearest is None
 
@@ -477,13 +469,13 @@ def test_infeasible_and_diverged_trials_are_no_numbers(tmp_path):
 @pytest.mark.slow
 def test_trials_that_differ_in_rates_share_their_programs(tmp_path, study_file, monkeypatch):
     after = []
-    run = tuning_training.Training.run
+    run = worker.Training.run
 
     def run_and_count(self, asked):
         run(self, asked)
         after.append(count[0])
 
-    monkeypatch.setattr(tuning_training.Training, "run", run_and_count)
+    monkeypatch.setattr(worker.Training, "run", run_and_count)
     ranges = RATES | {"model.rank": {"low": 3, "high": 8, "scale": "integer"}}
     with quick.count_compilations() as count:
         tune(tmp_path / "rates", study=study_file, num_trials=2)
@@ -571,10 +563,10 @@ def test_dynamic_evaluation_is_tuned_on_a_trained_run(tuned):
     with settings.unlocked():
         settings.temperature = "saved"
         settings.dyneval.update(dict(batch_size=8, max_windows=2, parallel=2))
-    records = tuning_dyneval.tune(str(folder), settings, num_trials=2, parallel=2, sampler="random")
+    records = dynamic.tune(str(folder), settings, num_trials=2, parallel=2, sampler="random")
     assert len({record.params["window"] for record in records}) == 1
     assert len({record.nats for record in records}) == 2
     text = (folder / "dyneval_study" / "report.md").read_text()
     assert "--mode=evaluate --eval.methods=dyneval --eval.dyneval.window=" in text
     with pytest.raises(errors.UsageError, match="--workdir is missing"):
-        tuning_dyneval.tune("", settings, num_trials=2)
+        dynamic.tune("", settings, num_trials=2)

@@ -3,7 +3,7 @@
     python -m mogrifier_jax.main --mode=tune --study=dyneval --workdir=runs/ptb --parallel=8
 
 Trials that have the window in common run side by side, each with its own adapting weights. All is
-kept in `dyneval_study` of the run's workdir; `tuning.py` does the rest.
+kept in `dyneval_study` of the run's workdir; `worker.py` does the rest.
 """
 
 import copy
@@ -14,7 +14,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors
 from mogrifier_jax.evaluation import dyneval, methods
-from mogrifier_jax.tuning import studies, study_report, trials, worker
+from mogrifier_jax.tuning import report, studies, trials, worker
 
 
 def tune(
@@ -45,7 +45,7 @@ def tune(
         step=adapting.scorer.loaded.info["step"],
     )
     worker.work(queue, adapting, parallel, tuned.shapes)
-    study_report.write(name, queue.records(), tuned, workdir, unit=adapting.unit)
+    report.write(name, queue.records(), tuned, workdir, unit=adapting.unit)
     return queue.records()
 
 
