@@ -3,9 +3,9 @@
     python -m benchmarks.accelerators --chips=v5e --sizes=small,large,ptb,enwik8  # Minutes.
 
 Needs the extras `tpu` and `cuda`, and no accelerator. Prints the estimated time
-(`preflight/estimates.py` says from what) and the memory of a chip. `small` and `large` are the gradients of one layer;
-`ptb` and `enwik8` are whole train steps as published, enwik8 on four chips. A size that the
-compiler refuses for its memory has no time.
+(`preflight/estimates.py` says from what) and the memory of a chip. `small` and `large` are the
+gradients of one layer; `ptb` and `enwik8` are whole train steps as published, enwik8 on four chips.
+A size that the compiler refuses for its memory has no time.
 """
 
 import argparse

@@ -143,7 +143,7 @@ class Moment(NamedTuple):
     context: tuple[int, ...]  # Ids; the last one is the token that was read.
 
 
-class Report:
+class GateReport:
     """What a pass has found; `rows` and `token_rows` go well into `pandas.DataFrame`."""
 
     def __init__(self, num_layers: int, vocab_size: int, top: int):
@@ -235,10 +235,10 @@ class GateAnalysis:
 
     def __call__(
         self, params: Any, *, max_windows: int | None = None, top: int = 20, title: str = ""
-    ) -> Report:
+    ) -> GateReport:
         """Statistics of the first windows, or of all; `top` moments of strong gating are kept."""
         model, plan = self.model, self.plan
-        report = Report(model.num_layers, model.vocab_size, top)
+        report = GateReport(model.num_layers, model.vocab_size, top)
         carry = model.zero_carry(plan.batch_size) if plan.carries else None
         windows = evaluate.limit(plan, max_windows)
 

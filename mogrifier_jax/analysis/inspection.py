@@ -46,7 +46,7 @@ def read_gates(
     *,
     max_windows: int | None = None,
     source_dir: str | None = None,
-) -> gating.Report:
+) -> gating.GateReport:
     """Gate statistics of the best weights of a run on a split of its corpus."""
     loaded, plan = open_split(workdir, split, source_dir)
     read = gating.GateAnalysis(loaded.model, plan)
@@ -192,7 +192,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw_histograms(
-    reports: Mapping[str, gating.Report], gates: Sequence[str] = ("f", "i", "o")
+    reports: Mapping[str, gating.GateReport], gates: Sequence[str] = ("f", "i", "o")
 ) -> Any:
     """The distribution of each gate's values, layers from top to bottom."""
     layers = sorted({layer + 1 for report in reports.values() for layer, _ in report.summaries})
@@ -215,7 +215,7 @@ def draw_histograms(
 
 
 def draw_saturation(
-    reports: Mapping[str, gating.Report], gates: Sequence[str] = ("f", "i", "o"), layer: int = 1
+    reports: Mapping[str, gating.GateReport], gates: Sequence[str] = ("f", "i", "o"), layer: int = 1
 ) -> Any:
     """How much of the time each unit is saturated: closed to the right, open upwards."""
     fig, panels = _panels(1, len(gates), width=3.0, height=3.0)
@@ -234,7 +234,7 @@ def draw_saturation(
     return fig
 
 
-def draw_ranges(report: gating.Report) -> Any:
+def draw_ranges(report: gating.GateReport) -> Any:
     """Where the gates of each round work nine times of ten, and their means."""
     names = [*(f"round{number + 1}" for number in range(report.rounds)), "x_scale", "h_scale"]
     rows = [row for row in report.rows() if row["gate"] in names]

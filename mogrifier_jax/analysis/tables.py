@@ -74,7 +74,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     ]
     for split in SPLITS:
         nats = [result[f"{split}_nats"] for result in results]
-        scores = [in_unit(value, unit) for value in nats]
+        scores = [metrics.in_unit(value, unit) for value in nats]
         spread = statistics.stdev(scores) if len(scores) > 1 else None
         mean = statistics.fmean(scores)
         summary[split] = {"scores": scores, "mean": mean, "spread": spread}
@@ -84,7 +84,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
 
 def show(score: Mapping[str, Any], unit: str) -> str:
     """Mean and spread."""
-    digits = _digits(unit)
+    digits = metrics.digits(unit)
     spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
     return f"{score['mean']:.{digits}f}{spread}"
 
@@ -105,7 +105,7 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
         cells += scores
         if has_paper:
             paper = row["paper"]
-            cells.append("" if paper is None else f"{in_unit(paper, unit):.{_digits(unit)}f}")
+            cells.append("" if paper is None else metrics.number(paper, unit))
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
         lines.append(cells)
     return f"**{title}**, {LABELS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
@@ -212,10 +212,6 @@ def _show_x(x: float | str | None) -> str:
     return "" if x is None else x if isinstance(x, str) else f"{x:g}"
 
 
-def _digits(unit: str) -> int:
-    return 2 if unit == "ppl" else 4
-
-
 _SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
 
 
@@ -229,15 +225,8 @@ LABELS = {
 }
 
 
-def in_unit(nats: float, unit: str) -> float:
-    """A cross-entropy in the unit that people read."""
-    if unit == "nats":
-        return nats
-    return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
-
-
 def draw_set(each: configs.Set, rows: Rows, path: str | os.PathLike) -> None:
-    """Draws the rows of `comparisons.collect`; what the paper has stands in a panel beside them."""
+    """Draws the rows of `collect`; what the paper has stands in a panel beside them."""
     fig = figure_of_set(each, rows)
     fig.savefig(path, dpi=150)
 
@@ -248,7 +237,9 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
 
     unit = rows[0]["unit"] if rows else each.unit or "ppl"
     shown = rows or [row._asdict() for row in each.rows]
-    paper = [(r, in_unit(r["paper"], unit), None, None) for r in shown if r["paper"] is not None]
+    paper = [
+        (r, metrics.in_unit(r["paper"], unit), None, None) for r in shown if r["paper"] is not None
+    ]
     columns = bool(rows) + bool(paper)
     fig = figure.Figure(figsize=(9 if columns == 2 else 6, 3.8), layout="constrained")
     panels = fig.subplots(1, columns, squeeze=False)[0]

@@ -15,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mogrifier_jax import errors
 from mogrifier_jax.data import episodes, streams, vocabulary
 
+# What a token is, and the unit that people read its cross-entropy in.
+SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
 # Keys of `config.data` that say how a text is read, not which.
 READING = ("name", "batch_size", "window", "drop_state_probability", "episodic")
 
@@ -52,7 +54,7 @@ class Task(NamedTuple):
     @property
     def score_unit(self) -> str:
         """In which unit people read a cross-entropy: perplexity or bits per token."""
-        return {"word": "ppl", "character": "bpc", "byte": "bpb"}[self.unit]
+        return SCORE_UNITS[self.unit]
 
 
 def kind_of(section: Mapping[str, Any]) -> Kind:

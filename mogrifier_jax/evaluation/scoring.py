@@ -272,19 +272,14 @@ def _cell(row: Mapping[str, Any] | None, paper: float | None, unit: str) -> str:
     ours = show(row["nats"], unit)
     if paper is None:
         return ours
-    difference = value(row["nats"], unit) - value(paper, unit)
+    difference = metrics.in_unit(row["nats"], unit) - metrics.in_unit(paper, unit)
     sign = "−" if difference < 0 else "+"
-    digits = 2 if unit == "ppl" else 4
-    return f"{ours} ({show(paper, unit)}, {sign}{abs(difference):.{digits}f})"
-
-
-def value(nats: float, unit: str) -> float:
-    """A cross-entropy in the unit that people read it in."""
-    return metrics.perplexity(nats) if unit == "ppl" else metrics.bits(nats)
+    gap = f"{sign}{abs(difference):.{metrics.digits(unit)}f}"
+    return f"{ours} ({show(paper, unit)}, {gap})"
 
 
 def show(nats: float | None, unit: str) -> str:
     """The same as text, without the name of the unit."""
     if nats is None or not math.isfinite(nats):
         return "diverged"
-    return f"{value(nats, unit):.{2 if unit == 'ppl' else 4}f}"
+    return metrics.number(nats, unit)

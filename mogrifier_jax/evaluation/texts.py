@@ -101,7 +101,7 @@ def unit_of(corpus: str, level: str) -> str:
     """How scores on this corpus are read, by the level of its vocabulary."""
     # The words of ptb_char are characters with spaces between them.
     level = "character" if corpus == "ptb_char" else level
-    return {"word": "ppl", "character": "bpc", "byte": "bpb"}[level]
+    return tasks.SCORE_UNITS[level]
 
 
 def read_text(vocab: vocabulary.Vocabulary, path: str | os.PathLike) -> str | bytes:

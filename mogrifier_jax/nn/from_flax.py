@@ -19,7 +19,7 @@ from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, layers
 
 
-class Kind(NamedTuple):
+class Match(NamedTuple):
     """A cell of Flax and ours that computes the same."""
 
     flax: tuple[type, ...]  # Of linen; the last one is what `to_flax` makes.
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 _PLAIN = dict(rounds=0, scaling=False)
 _LSTM = dict(cap_input_gate=False, tied_gates=False, layer_norm=False, cell_clip=None, gate_rank=0)
 KINDS = (
-    Kind(
+    Match(
         (nn.LSTMCell, nn.OptimizedLSTMCell),
         layers.LSTMCell,
         {**_PLAIN, **_LSTM},
@@ -41,8 +41,8 @@ KINDS = (
         "h",
         ("i", "f", "g", "o"),
     ),
-    Kind((nn.GRUCell,), layers.MogrifierGRUCell, _PLAIN, ("r", "z", "n"), "i", ("r", "z", "n")),
-    Kind((nn.SimpleCell,), layers.MogrifierElmanCell, _PLAIN, ("",), "i", ("",)),
+    Match((nn.GRUCell,), layers.MogrifierGRUCell, _PLAIN, ("r", "z", "n"), "i", ("r", "z", "n")),
+    Match((nn.SimpleCell,), layers.MogrifierElmanCell, _PLAIN, ("",), "i", ("",)),
 )
 
 
@@ -91,7 +91,7 @@ def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     return Pair(make(cell.hidden_size, dtype=cell.dtype, param_dtype=cell.param_dtype), found)
 
 
-def find(cell: nn.Module) -> Kind:
+def find(cell: nn.Module) -> Match:
     """The kind of a cell of linen, if it is one of those that have a counterpart."""
     for kind in KINDS:
         if type(cell) in kind.flax:
@@ -112,7 +112,7 @@ def find(cell: nn.Module) -> Kind:
     return kind
 
 
-def find_counterpart(cell: layers.Cell) -> Kind:
+def find_counterpart(cell: layers.Cell) -> Match:
     """The kind of one of our cells, if Flax has the same."""
     for kind in KINDS:
         if isinstance(cell, layers.MogrifierLSTMCell if kind.biased == "h" else kind.ours):
@@ -131,7 +131,7 @@ def find_counterpart(cell: layers.Cell) -> Kind:
     return kind
 
 
-def counterpart(cell: Any, kind: Kind, inputs_dtype: Any = None) -> layers.Cell:
+def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell:
     """Our cell, without weights."""
     dtype = cell.dtype
     if dtype is None:
@@ -141,7 +141,7 @@ def counterpart(cell: Any, kind: Kind, inputs_dtype: Any = None) -> layers.Cell:
     )
 
 
-def read_gates(kind: Kind, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The gates of our cell from the parameters of one of linen's; it can be differentiated."""
     names = {side + gate for side in "ih" for gate in kind.gates}
     if set(params) != names:

@@ -51,7 +51,7 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class LoopCost:
     """A loop: `trips` per entry (None: unknown, counted as one), `cycles` of all its entries."""
 
     name: str
@@ -91,7 +91,7 @@ class Analysis:
     """Costs of one run of a program on each chip."""
 
     costs: tuple[Cost, ...]
-    loops: tuple[Loop, ...]
+    loops: tuple[LoopCost, ...]
     collectives: tuple[Collective, ...]
 
     @property
@@ -106,7 +106,7 @@ class Analysis:
         return sum(c.executions * c.bytes_each for c in unestimated)
 
     @property
-    def unknown_loops(self) -> tuple[Loop, ...]:
+    def unknown_loops(self) -> tuple[LoopCost, ...]:
         """Loops whose trip count depends on data: their cost is a lower bound."""
         return tuple(loop for loop in self.loops if loop.trips is None)
 
@@ -156,10 +156,10 @@ def analyse(text: str) -> Analysis:
 class _Walk:
     """Gathers costs along the call graph."""
 
-    def __init__(self, program: hlo.Program):
+    def __init__(self, program: hlo.Module):
         self.program = program
         self.costs: list[Cost] = []
-        self.loops: list[Loop] = []
+        self.loops: list[LoopCost] = []
         self.collectives: list[Collective] = []
 
     def computation(self, computation: hlo.Computation, arguments: list, executions: int) -> None:
@@ -209,7 +209,7 @@ class _Walk:
             self.computation(condition, [constant], inside)
         cycles = sum(cost.cycles for cost in self.costs[before:])
         # Outer loops stand before the loops inside them.
-        self.loops.insert(place, Loop(i.name, i.op_name, trips, executions, cycles))
+        self.loops.insert(place, LoopCost(i.name, i.op_name, trips, executions, cycles))
 
     def _conditional(self, i: hlo.Instruction, executions: int) -> None:
         branches = []

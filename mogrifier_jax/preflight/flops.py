@@ -91,7 +91,7 @@ class Dot(NamedTuple):
     single: bool
 
 
-def dots(program: hlo.Program, computation: hlo.Computation, i: hlo.Instruction) -> list[Dot]:
+def dots(program: hlo.Module, computation: hlo.Computation, i: hlo.Instruction) -> list[Dot]:
     """Matmuls of one instruction: itself, those it fuses, or a library call."""
     if i.opcode == "fusion":
         inner = program.computations[i.called["calls"]]
@@ -107,7 +107,7 @@ def dots(program: hlo.Program, computation: hlo.Computation, i: hlo.Instruction)
     return [Dot(2 * out.size * math.prod(lhs.dims[a] for a in axes), lhs.dtype == "f32")]
 
 
-def traffic(program: hlo.Program, computation: hlo.Computation, i: hlo.Instruction) -> int:
+def traffic(program: hlo.Module, computation: hlo.Computation, i: hlo.Instruction) -> int:
     """Bytes one instruction reads and writes, counting only the touched part of what it slices."""
     if i.opcode in _COPIED:
         return 2 * i.bytes

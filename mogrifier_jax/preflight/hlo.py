@@ -111,7 +111,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Module:
     """A whole module."""
 
     computations: dict[str, Computation]
@@ -152,7 +152,7 @@ def arrays(shape: str) -> list[Array]:
     ]
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> Module:
     """Reads `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry = None
@@ -170,7 +170,7 @@ def parse(text: str) -> Program:
             entry = name if found[1] else entry
     if entry is None:
         raise ValueError("the text holds no ENTRY computation: it is not a whole HLO module")
-    return Program(computations, computations[entry])
+    return Module(computations, computations[entry])
 
 
 def _instruction(name: str, rest: str) -> Instruction:
@@ -199,7 +199,7 @@ def _closing(text: str) -> int:
 class Evaluator:
     """Integer values in one computation, given what is known of its parameters."""
 
-    def __init__(self, program: Program, computation: Computation, arguments: Sequence[Value]):
+    def __init__(self, program: Module, computation: Computation, arguments: Sequence[Value]):
         self.program = program
         self.computation = computation
         self.arguments = arguments
@@ -270,7 +270,7 @@ def invariants(body: Computation, init: Value) -> Value:
     return tuple(kept)
 
 
-def trip_count(program: Program, loop: Instruction, init: Value) -> int | None:
+def trip_count(program: Module, loop: Instruction, init: Value) -> int | None:
     """How often a `while` runs its body from the tuple `init`; None if that depends on data."""
     if found := _TRIPS.search(loop.attributes):
         return int(found[1])
@@ -287,7 +287,7 @@ def trip_count(program: Program, loop: Instruction, init: Value) -> int | None:
     return None
 
 
-def _advance(program: Program, body: Computation, state: Value) -> Value:
+def _advance(program: Module, body: Computation, state: Value) -> Value:
     """One turn of the loop, for the integers alone."""
     evaluate = Evaluator(program, body, [state])
     if body.root.opcode != "tuple" or not isinstance(state, tuple):

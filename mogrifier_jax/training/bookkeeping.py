@@ -141,7 +141,7 @@ class Book:
         results = {"best_turn": self.done.best_turn, "step": best.step, "temperature": temperature}
         unit = self.run.task.score_unit
         for split, value in nats.items():
-            score = metrics.perplexity(value) if unit == "ppl" else metrics.bits(value)
+            score = metrics.in_unit(value, unit)
             results |= {f"{split}_nats": value, f"{split}_{unit}": score}
         return results
 

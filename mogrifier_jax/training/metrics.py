@@ -64,9 +64,24 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
+def in_unit(nats: float, unit: str) -> float:
+    """A cross-entropy in the unit that people read it in: "ppl", "bpc", "bpb", or "nats"."""
+    return nats if unit == "nats" else perplexity(nats) if unit == "ppl" else bits(nats)
+
+
+def digits(unit: str) -> int:
+    """How many decimals of a score are shown."""
+    return 2 if unit == "ppl" else 4
+
+
+def number(nats: float, unit: str) -> str:
+    """The same as text, without the name of the unit."""
+    return f"{in_unit(nats, unit):.{digits(unit)}f}"
+
+
 def show(nats: float, unit: str) -> str:
     """A cross-entropy as people read it, "ppl 52.10" or "1.1480 bpc"."""
-    return f"ppl {perplexity(nats):.2f}" if unit == "ppl" else f"{bits(nats):.4f} {unit}"
+    return f"ppl {number(nats, unit)}" if unit == "ppl" else f"{number(nats, unit)} {unit}"
 
 
 class MetricWriter:

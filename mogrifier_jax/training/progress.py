@@ -49,7 +49,7 @@ def _is_for_people(record: python_logging.LogRecord) -> bool:
     return warns or not any(f"/{name}/" in record.pathname for name in ("orbax", "jax", "etils"))
 
 
-class Progress:
+class Bar:
     """Shows loss, perplexity or bits, tokens per second and the time left.
 
     Args:
@@ -84,7 +84,7 @@ class Progress:
             leave=False,
         )
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "Bar":
         return self
 
     def __exit__(self, *_) -> None:
@@ -116,10 +116,7 @@ class Progress:
         self._time += time.perf_counter() - before
 
     def _text(self, loss_nats: float) -> str:
-        if self._unit == "ppl":
-            score = f"ppl {metrics.perplexity(loss_nats):.2f}"
-        else:
-            score = f"{self._unit} {metrics.bits(loss_nats):.4f}"
+        score = f"{self._unit} {metrics.number(loss_nats, self._unit)}"
         left = (self._total_steps - self._step) / self._rate if self._rate else 0
         speed = f"{quantity(self.tokens_per_second)} tok/s"
         return f"loss {loss_nats:.4f}  {score}  {speed}  {span(left)} left"
@@ -343,6 +340,5 @@ def _mirror(axes, right, unit: str) -> None:
 
 
 def _score(nats: float, unit: str) -> str:
-    if unit == "ppl":
-        return f"perplexity {metrics.perplexity(nats):.2f}"
-    return f"{metrics.bits(nats):.4f} {unit}"
+    number = metrics.number(nats, unit)
+    return f"perplexity {number}" if unit == "ppl" else f"{number} {unit}"

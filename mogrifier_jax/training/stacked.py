@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mogrifier_jax.training import evaluate, runs, steps
 
 
-class Stack(NamedTuple):
+class States(NamedTuple):
     """The states of N runs."""
 
     shared: Any  # Step and key.
@@ -77,11 +77,11 @@ def train_steps(shared, stacked, stream, hyper, *, program, num_steps):
     return *split(state), metrics
 
 
-def split(state: steps.TrainState) -> Stack:
+def split(state: steps.TrainState) -> States:
     """What all runs share, and what each has of its own."""
     names = ("step", "key")
     parts = {name: getattr(state, name) for name in state.__dataclass_fields__}
-    return Stack({n: parts.pop(n) for n in names}, parts)
+    return States({n: parts.pop(n) for n in names}, parts)
 
 
 def jit_steps(program: steps.Program, mesh: Mesh) -> jax.stages.Wrapped:
@@ -138,20 +138,20 @@ class Together:
         """As many values as the program has runs."""
         return [*values, *[value] * (self.count - len(values))]
 
-    def init(self) -> Stack:
+    def init(self) -> States:
         """Fresh states, all the same: they differ in what is done to them."""
         one = self._init()
         return self.stack([steps.TrainState(**one.shared, **one.stacked)])
 
-    def stack(self, states: Sequence[steps.TrainState]) -> Stack:
+    def stack(self, states: Sequence[steps.TrainState]) -> States:
         """States of runs at the same step as one, the first one repeated to fill it up."""
         parts = [split(state) for state in states]
         trees = jax.device_get([part.stacked for part in parts])
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *self._fill(trees, trees[0]))
         shared = jax.device_put(parts[0].shared, self._everywhere)
-        return Stack(shared, jax.device_put(stacked, self._over_trials))
+        return States(shared, jax.device_put(stacked, self._over_trials))
 
-    def unstack(self, state: Stack, number: int) -> list[steps.TrainState]:
+    def unstack(self, state: States, number: int) -> list[steps.TrainState]:
         """The states of the first `number` runs, each on the first device."""
         # Copied, as what is on a CPU may be lent out rather than fetched, and is donated later.
         host = jax.tree.map(np.array, state.stacked)
@@ -164,13 +164,13 @@ class Together:
             for i in range(number)
         ]
 
-    def step_of(self, state: Stack) -> int:
+    def step_of(self, state: States) -> int:
         """How many steps each run has made."""
         return int(state.shared["step"])
 
     def train_steps(
-        self, state: Stack, hyper: Sequence[steps.Hyperparameters], num_steps: int
-    ) -> tuple[Stack, np.ndarray, np.ndarray]:
+        self, state: States, hyper: Sequence[steps.Hyperparameters], num_steps: int
+    ) -> tuple[States, np.ndarray, np.ndarray]:
         """Some steps of all runs; losses and gradient norms are [N, S]."""
         columns = jax.tree.map(
             lambda *values: np.asarray(values, np.float32), *self._fill(hyper, hyper[0])
@@ -182,9 +182,9 @@ class Together:
             num_steps=num_steps,
         )
         losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
-        return Stack(shared, stacked), losses, norms
+        return States(shared, stacked), losses, norms
 
-    def evaluate_turn(self, state: Stack) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
+    def evaluate_turn(self, state: States) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
         """Scores by candidate, then by run, and which runs are averaged."""
         average = state.stacked["average"]
         (weights,) = self._candidates(average, state.stacked["params"])
@@ -192,7 +192,7 @@ class Together:
         averaged = np.asarray(self.run.program.average.is_on(average))
         return scores, np.broadcast_to(averaged, self.count)
 
-    def after_evaluation(self, state: Stack, start: Any, xes: Sequence[Any]) -> Stack:
+    def after_evaluation(self, state: States, start: Any, xes: Sequence[Any]) -> States:
         """Averages after the candidates of all runs have been scored; `start` says whose begin."""
         start, xes = np.asarray(start), tuple(np.asarray(xe, np.float32) for xe in xes)
         (average,) = self._after_evaluation(state.stacked["average"], start, xes)

@@ -136,7 +136,7 @@ class Loop:
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(runtime.StopRequests())
             self._bar = stack.enter_context(
-                progress.Progress(
+                progress.Bar(
                     run.rules.turns * run.rules.steps_per_turn,
                     run.tokens_per_step * len(self.books),
                     first_step=self._compiled.step_of(state),

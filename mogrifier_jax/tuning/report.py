@@ -105,7 +105,7 @@ def to_markdown(
         lines += ["## Best trials", ""]
         header = ["trial", "valid nats", unit, *studied.ranges]
         rows = [
-            [t.number, f"{t.nats:.4f}", _score(t.nats, unit), *_settings(t, studied)]
+            [t.number, f"{t.nats:.4f}", metrics.number(t.nats, unit), *_settings(t, studied)]
             for t in complete[:SHOWN]
         ]
         lines += _table(header, rows)
@@ -222,10 +222,6 @@ def describe(
 def show(nats: float, unit: str) -> str:
     """Nats, and the unit that people read."""
     return f"{nats:.4f} nats ({metrics.show(nats, unit)})"
-
-
-def _score(nats: float, unit: str) -> str:
-    return f"{metrics.perplexity(nats):.2f}" if unit == "ppl" else f"{metrics.bits(nats):.4f}"
 
 
 def _settings(trial: trials.Record, studied: studies.Study) -> list[str]:

@@ -21,7 +21,7 @@ from mogrifier_jax.tuning import studies, trials
 OBJECTIVE = "valid_nats"
 
 
-class Trial:
+class VizierTrial:
     """One suggestion that this worker is to try."""
 
     def __init__(self, client: Any, ranges: Mapping[str, studies.Range], prune: bool):
@@ -73,7 +73,7 @@ class Trial:
         self._client.complete(measurement, infeasible_reason=reason)
 
 
-class Queue:
+class VizierQueue:
     """The trials of one study in a service, as one worker sees them."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Queue:
                 f"--storage={storage} cannot be reached: {reason}; start a Vizier service there"
             ) from None
 
-    def ask(self, count: int, shapes: Iterable[str] = ()) -> list[Trial]:
+    def ask(self, count: int, shapes: Iterable[str] = ()) -> list[VizierTrial]:
         """Up to `count` trials to run now; first those that this worker had before."""
         del shapes
         known = self.records()
@@ -113,10 +113,10 @@ class Queue:
         if count < 1:
             return []
         given = self._study.suggest(count=count, client_id=self._worker[0])
-        return [Trial(client, self._ranges, self._prune) for client in given]
+        return [VizierTrial(client, self._ranges, self._prune) for client in given]
 
     @contextlib.contextmanager
-    def hold(self, asked: Sequence[Trial]) -> Iterator[None]:
+    def hold(self, asked: Sequence[VizierTrial]) -> Iterator[None]:
         """The service knows whose they are."""
         del asked
         yield

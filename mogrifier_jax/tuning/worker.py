@@ -97,7 +97,7 @@ def open_queue(
     os.makedirs(workdir, exist_ok=True)
     queue: Any
     if storage is not None and storage.startswith("vizier://"):
-        queue = vizier.Queue(
+        queue = vizier.VizierQueue(
             storage,
             name,
             study.ranges,
@@ -195,8 +195,8 @@ class Training:
         names = (name.split(".") for name in study.ranges)
         self._tuned = tuple(key for section, key in names if section == "dropout")
         self._programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-        self._alone = Place.alone(config)
-        self._together = Place.together(parallel) if parallel > 1 else self._alone
+        self._alone = Site.alone(config)
+        self._together = Site.together(parallel) if parallel > 1 else self._alone
         # What is wrong with the experiment itself is no matter of trials.
         run = self._make_run(studies.configure(study, config, {}), self._together)
         self.unit = run.task.score_unit
@@ -250,7 +250,7 @@ class Training:
         for told in zip(asked, folders, outcomes, strict=True):
             self._tell(*told)
 
-    def _make_run(self, config: config_dict.ConfigDict, place: "Place") -> runs.Run:
+    def _make_run(self, config: config_dict.ConfigDict, place: "Site") -> runs.Run:
         return runs.make_run(config, place.of_runs, place.task(config), tuned=self._tuned)
 
     def _program(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -283,7 +283,7 @@ class Training:
             trial.fail("diverged", str(outcome))
 
 
-class Place:
+class Site:
     """Where runs are made: their mesh, and the tasks on it."""
 
     def __init__(self, mesh: jax.sharding.Mesh, of_runs: jax.sharding.Mesh):
@@ -291,13 +291,13 @@ class Place:
         self._tasks: dict[str, tasks.Task] = {}
 
     @classmethod
-    def alone(cls, config: config_dict.ConfigDict) -> "Place":
+    def alone(cls, config: config_dict.ConfigDict) -> "Site":
         """The mesh of the config, for one run on all devices."""
         mesh = runs.make_mesh(config)
         return cls(mesh, mesh)
 
     @classmethod
-    def together(cls, count: int) -> "Place":
+    def together(cls, count: int) -> "Site":
         """Runs side by side, each on one device or a part of it."""
         mesh = stacked.make_mesh(count)
         return cls(mesh, stacked.home(mesh))

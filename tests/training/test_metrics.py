@@ -142,7 +142,7 @@ import logging, time
 import absl.logging
 from mogrifier_jax.training import progress
 progress.setup_logging()
-with progress.Progress(40, 1000, seconds=0.0, unit="ppl") as bar:
+with progress.Bar(40, 1000, seconds=0.0, unit="ppl") as bar:
     for step in (10, 20, 30, 40):
         time.sleep(0.15)
         bar.update(step, 1.0)
@@ -187,7 +187,7 @@ def test_without_a_terminal_there_are_lines():
 
 def test_lines_come_no_more_often_than_asked(caplog):
     logging.set_verbosity(logging.INFO)
-    with progress.Progress(100, 10, seconds=3600, unit="bpc") as bar:
+    with progress.Bar(100, 10, seconds=3600, unit="bpc") as bar:
         for step in range(1, 50):
             bar.update(step, 1.0)
     assert "step" not in caplog.text
@@ -197,7 +197,7 @@ def test_lines_come_no_more_often_than_asked(caplog):
 def test_a_pause_does_not_count(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    with progress.Progress(100, 10) as bar:
+    with progress.Bar(100, 10) as bar:
         clock[0] += 1
         bar.update(5, 1.0)
         assert bar.tokens_per_second == 50
