@@ -3,8 +3,8 @@
     python -m benchmarks.rnn
     taskset -c 0 python -m benchmarks.rnn --clock=cpu    # one core, on a machine that is busy
 
-All have the same number of hidden units and float32 inputs and weights. Ours has the compiler
-options of training (`runtime.py`); Flax's has none, as there. H hidden, B batch, T window.
+All have the same number of hidden units, float32 inputs and weights, and the compiler options of
+training (`runtime.py`). H hidden, B batch, T window.
 """
 
 import argparse
@@ -39,8 +39,7 @@ def make_run(rnn: nn.RNN, hidden: int, batch: int, window: int) -> Callable[[], 
     """A function that computes the gradients once."""
     xs = jax.random.normal(jax.random.key(0), (batch, window, hidden))
     variables = jax.jit(rnn.init)(jax.random.key(1), xs)
-    ours = isinstance(rnn, mogrifier_jax.RNN)
-    options = runtime.compiler_options(jax.default_backend()) if ours else None
+    options = runtime.compiler_options(jax.default_backend())
 
     def loss(variables, xs):
         return jnp.sin(rnn.apply(variables, xs)).sum()

@@ -225,17 +225,53 @@ def test_a_sharded_batch_stays_sharded():
     assert abs(ys[0] - ys[1]).max() > 1e-2
 
 
-def test_forward_mode_is_explained():
+EXPLAINED = (errors.UsageError, r"forward-mode .* set fast=False, or use reverse")
+BY_JAX = (TypeError, "can't apply forward-mode autodiff")  # Raised when nothing of ours runs.
+FORWARD = {
+    "jvp": (EXPLAINED, lambda run, x: jax.jvp(run, (x,), (x,))[1]),
+    "jacfwd": (EXPLAINED, lambda run, x: jax.jacfwd(run)(x)),
+    "jit of jacfwd": (EXPLAINED, lambda run, x: jax.jit(jax.jacfwd(run))(x)),
+    "jit of jvp": (BY_JAX, lambda run, x: jax.jit(lambda x: jax.jvp(run, (x,), (x,))[1])(x)),
+    "jvp of jit": (BY_JAX, lambda run, x: jax.jvp(jax.jit(run), (x,), (x,))[1]),
+    "linearize": (BY_JAX, lambda run, x: jax.linearize(run, x)[1](x)),
+}
+
+
+@pytest.mark.parametrize("name", quick.mostly_slow(FORWARD, "jvp", "jit of jvp"))
+def test_forward_mode_ends_with_a_sentence(name):
     cell = OURS["elman"]()
     variables, xs = problem(cell)
+    (error, words), push = FORWARD[name]
+    fast, plain = (functools.partial(rnn.RNN(cell, fast=f).apply, variables) for f in (True, False))
+    with pytest.raises(error, match=words):
+        push(fast, xs)
+    assert abs(push(plain, xs)).max() > 1e-2
 
-    def push(fast):
-        run = functools.partial(rnn.RNN(cell, fast=fast).apply, variables)
-        return jax.jvp(run, (xs,), (xs,))[1]
 
-    with pytest.raises(errors.UsageError, match=r"forward-mode .* set fast=False, or use reverse"):
-        push(True)
-    assert abs(push(False)).max() > 1e-2
+SECOND = {
+    "jvp of grad": lambda run, x: jax.jvp(jax.grad(run), (x,), (x,))[1],
+    "grad of grad": lambda run, x: jax.grad(lambda y: jnp.vdot(jax.grad(run)(y), x))(x),
+    "hessian": lambda run, x: jax.hessian(run)(x),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("remat_window", [None, 2])
+def test_second_derivatives_pass(name, remat_window):
+    """Forward over reverse too: to float64 accuracy those of the plain path."""
+    with jax.enable_x64(True):
+        cell = OURS["mogrifier_lstm"](dtype=jnp.float64, param_dtype=jnp.float64)
+        variables, xs = problem(cell, dtype=np.float64)
+
+        def second(xs, fast):
+            module = rnn.RNN(cell, fast=fast, remat_window=remat_window)
+            run = lambda x: jnp.sin(module.apply(variables, x)).sum()  # noqa: E731
+            return quick.jit(functools.partial(SECOND[name], run))(xs)
+
+        expected = second(xs, fast=False)
+        assert_equal(second(xs, fast=True), expected, 1e-12)
+        assert abs(second(2 * xs, fast=True) - expected).max() > 1e-3
 
 
 # State dropout.
