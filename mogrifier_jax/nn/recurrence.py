@@ -28,7 +28,7 @@ from mogrifier_jax.nn import cells
 # single step computes. Chunks do not pay where all is bfloat16, nor if fewer bytes are stored.
 TPU_OPERAND = jnp.dtype("bfloat16")
 TPU_CHUNK = 16
-TPU_LARGE = 2**25
+TPU_LARGE = 2**26
 
 # step(params, carry, x, **extras) -> carry, whose h is the output.
 Step = Callable[..., Any]
