@@ -86,8 +86,17 @@ def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
     return jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
 
 
-def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
-    taps = Taps(params, dtype)
+def _forward(step, dtype, unroll, *arguments):
+    push = functools.partial(_push, step, dtype, unroll)
+    if not _rounded_on_tpus(dtype):
+        return push(*arguments)
+    on_tpu = functools.partial(push, operand=TPU_OPERAND)
+    return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=push)
+
+
+def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None):
+    """The way forth, with what the way back needs; `operand` as in `_pull`."""
+    taps = Taps(params, operand or dtype, dtype)
 
     def body(carry, inputs):
         x, extras = inputs
