@@ -25,10 +25,11 @@ from mogrifier_jax.nn import cells
 # TPUs multiply float32 operands as bfloat16, so the way back holds them in it; and it is worked off
 # in chunks of at most so many time steps. What a chunk reads and writes fits into the chip's fast
 # memory. Of a whole window XLA keeps some arrays there, and then there is no room for what a
-# single step computes. Chunks do not pay where all is bfloat16, nor if fewer bytes are stored.
+# single step computes. Neither pays where all is bfloat16, nor if fewer bytes are stored, nor where
+# `cells.hoist` has left only maps of h in a step.
 TPU_OPERAND = jnp.dtype("bfloat16")
 TPU_CHUNK = 16
-TPU_LARGE = 2**25
+TPU_LARGE = 2**26
 
 # step(params, carry, x, **extras) -> carry, whose h is the output.
 Step = Callable[..., Any]
@@ -86,8 +87,17 @@ def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
     return jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
 
 
-def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
-    taps = Taps(params, dtype)
+def _forward(step, dtype, unroll, *arguments):
+    push = functools.partial(_push, step, dtype, unroll)
+    if not _rounded_on_tpus(dtype):
+        return push(*arguments)
+    on_tpu = functools.partial(push, operand=TPU_OPERAND)
+    return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=push)
+
+
+def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None):
+    """The way forth, with what the way back needs; `operand` as in `_pull`."""
+    taps = Taps(params, operand or dtype, dtype)
 
     def body(carry, inputs):
         x, extras = inputs
@@ -109,8 +119,10 @@ def _forward(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 def _backward(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[-1]))
-    if not _rounded_on_tpus(dtype) or stored < TPU_LARGE:
+    params, *_, outputs = saved
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
+    whole = stored < TPU_LARGE or not Taps(params, dtype).read_inputs
+    if whole or not _rounded_on_tpus(dtype):
         return pull(saved, cotangents)
     on_tpu = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
     return jax.lax.platform_dependent(saved, cotangents, tpu=on_tpu, default=pull)
@@ -235,10 +247,12 @@ class Taps:
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         self._second, self._bias, self.maps = {}, {}, {}
+        self.read_inputs = False  # Whether x goes through a map, too.
         for path, leaf in flat:
             name, last = jax.tree_util.keystr(path), path[-1].key
             if last in self._FIRST:
                 self.maps[name] = (leaf.astype(dtype),)
+                self.read_inputs |= last != "recurrent"
                 up, bias = _beside(path, "up"), _beside(path, "bias")
                 if last == "down":
                     self._second[name] = up

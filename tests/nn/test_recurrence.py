@@ -319,3 +319,21 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
 
     assert distance("highest") < 1e-5
     assert 1e-4 < distance("default") < 3e-2
+
+
+@pytest.mark.parametrize(
+    "variant, chunked",
+    [("lstm", False), ("mlstm", False), ("mogrifier", True), ("mogrifier low rank", True)],
+)
+def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
+    lengths, run = [], recurrence._scan_in_chunks
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+    monkeypatch.setattr(recurrence, "TPU_LARGE", 0)
+    monkeypatch.setattr(
+        recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
+    )
+    cell = make_cell(variant)
+    tree, keep, valid = problem(cell)
+    gradient = jax.grad(objective(rnn.RNN(cell)), has_aux=True)
+    jax.eval_shape(gradient, jax.tree.map(np.float32, tree), keep, valid)
+    assert lengths == [recurrence.TPU_CHUNK] * chunked
