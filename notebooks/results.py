@@ -13,7 +13,6 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from mogrifier_jax import configs
 from mogrifier_jax.analysis import tables
-from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.training import metrics
 
 FOLDER = pathlib.Path("../docs/results")
@@ -27,7 +26,7 @@ paper = configs.paper_numbers()
 
 # %%
 lines = []
-for corpus, table in scoring.paper_tables().items():
+for corpus, table in paper["tables"].items():
     unit = table["unit"]
     show = metrics.perplexity if unit == "ppl" else metrics.bits
     for row in table["rows"]:

@@ -303,7 +303,7 @@ def _damage(folder, what):
     "damage, changes, message",
     [
         ("checkpoints", {}, "no checkpoint yet"),
-        ("vocabulary", {}, "another vocabulary"),
+        ("vocabulary", {}, r"not those that its weights were trained with: vocabulary\.json"),
         ("empty.txt", {"text": "empty.txt"}, "is empty"),
         ("broken.txt", {"text": "broken.txt"}, "not UTF-8"),
         ("", {"text": "missing.txt"}, "is not a file"),

@@ -145,17 +145,25 @@ def test_cores_nobody_counted_divide_any_batch(name, value, monkeypatch):
         runs.make_mesh(config)
 
 
+# Takes its cores, then becomes the rest of the command line.
+ON_CORES = (
+    "import os, sys; os.sched_setaffinity(0, {cores}); os.execv(sys.executable, sys.argv[1:])"
+)
+
+
 def start(*flags, cores=None, **environment):
     """`main` as a user starts it, without the devices that conftest asks for."""
+    command = [sys.executable, "-m", "mogrifier_jax.main", "--config=experiments/pydoc.py:tiny"]
+    if cores:
+        command = [sys.executable, "-c", ON_CORES.format(cores=cores), *command]
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "NPROC")}
     return subprocess.Popen(
-        [sys.executable, "-m", "mogrifier_jax.main", "--config=experiments/pydoc.py:tiny", *flags],
+        [*command, *flags],
         cwd=ROOT,
         env=kept | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
     )
 
 
