@@ -14,6 +14,8 @@ go; storing their outputs at every step is what costs. No large matmul runs twic
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,11 +123,12 @@ def _backward(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
     params, *_, outputs = saved
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
-    whole = stored < TPU_LARGE or not Taps(params, dtype).read_inputs
-    if whole or not _rounded_on_tpus(dtype):
+    if not Taps(params, dtype).read_inputs:  # A step writes little, and neither way pays.
         return pull(saved, cotangents)
-    on_tpu = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
-    return jax.lax.platform_dependent(saved, cotangents, tpu=on_tpu, default=pull)
+    ways = {"cuda": functools.partial(pull, joined=True)}
+    if stored >= TPU_LARGE and _rounded_on_tpus(dtype):
+        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
+    return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
 def _rounded_on_tpus(dtype):
@@ -134,13 +137,15 @@ def _rounded_on_tpus(dtype):
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
 
 
-def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None):
+def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, joined=False):
     """The way back.
 
     Args:
       operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
       chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
         then computed again in that loop, and not for all time steps before it.
+      joined: whether a step writes its gradients as one array. On GPUs each write is a kernel of
+        its own, which takes longer to start than to run.
     """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
@@ -183,13 +188,15 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None):
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
         d_outputs = {name: d_output.astype(operand) for name, d_output in d_outputs.items()}
-        return (d_carry, d_vectors), (d_x, d_outputs)
+        written = (d_x, d_outputs)
+        return (d_carry, d_vectors), _join(written) if joined else written
 
     state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
     loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(_scan_in_chunks, loop, chunk)
-    (d_carry, d_vectors), (d_xs, d_outputs) = loop(state, (d_hs, carries, xs, scanned, outputs))
+    (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
+    d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
     return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
 
@@ -203,6 +210,21 @@ def _scan_in_chunks(loop, most, state, xs):
     chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
     state, ys = jax.lax.scan(loop, state, chunks, reverse=True)
     return state, jax.tree.map(lambda a: a.reshape(steps, *a.shape[2:]), ys)
+
+
+def _join(tree):
+    """Arrays [B, ...] as one [B, N]."""
+    return jnp.concatenate([a.reshape(len(a), -1) for a in jax.tree.leaves(tree)], 1)
+
+
+def _part(joined, like):
+    """The [T, B, N] of all that `_join` made, as the tree that it was."""
+    leaves, treedef = jax.tree.flatten(like)
+    ends = list(itertools.accumulate(math.prod(leaf.shape[2:]) for leaf in leaves))
+    parts = jnp.split(joined, ends[:-1], 2)
+    return treedef.unflatten(
+        part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
+    )
 
 
 @jax.custom_vjp

@@ -279,11 +279,20 @@ def test_every_cell_has_a_variant():
     assert {name for name, _ in reference.VARIANTS.values()} == layers.CELLS.keys()
 
 
-def solve_as_tpu(monkeypatch, variant, dtype, tree, keep, valid):
-    """Gradients by what TPUs are given, here on a CPU, in chunks of at most four steps."""
+def pretend(patch, platform):
+    """Lets a CPU run what another platform is given."""
+
+    def choose(*args, default, **ways):
+        return ways.get(platform, default)(*args)
+
+    patch.setattr(jax.lax, "platform_dependent", choose)
+
+
+def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid):
+    """Gradients by what TPUs or GPUs are given; chunks have at most four steps."""
     cell = make_cell(variant, dtype=dtype, param_dtype=dtype)
     with monkeypatch.context() as patch:
-        patch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+        pretend(patch, platform)
         patch.setattr(recurrence, "TPU_CHUNK", 4)
         patch.setattr(recurrence, "TPU_LARGE", 0)
         if dtype == jnp.float64:
@@ -294,11 +303,12 @@ def solve_as_tpu(monkeypatch, variant, dtype, tree, keep, valid):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "mogrifier gru", "mlstm"])
-def test_the_way_back_on_tpus_equals_the_others(variant, monkeypatch):
+def test_the_way_back_of_every_platform_is_the_same(variant, platform, monkeypatch):
     tree, keep, valid = problem(make_cell(variant))
     with jax.enable_x64(True):
-        found = solve_as_tpu(monkeypatch, variant, jnp.float64, tree, keep, valid)
+        found = solve_as(platform, monkeypatch, variant, jnp.float64, tree, keep, valid)
     assert_equal(found, solve(variant, tree, keep, valid))
 
 
@@ -313,7 +323,7 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
 
     def distance(precision):
         with jax.default_matmul_precision(precision):
-            found = solve_as_tpu(monkeypatch, variant, jnp.float32, tree, keep, valid)[1]
+            found = solve_as("tpu", monkeypatch, variant, jnp.float32, tree, keep, valid)[1]
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
         return max(abs(a - b).max() / abs(b).max() for a, b in pairs)
 
@@ -327,7 +337,7 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
 )
 def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
     lengths, run = [], recurrence._scan_in_chunks
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+    pretend(monkeypatch, "tpu")
     monkeypatch.setattr(recurrence, "TPU_LARGE", 0)
     monkeypatch.setattr(
         recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
