@@ -99,16 +99,22 @@ def _read_results(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
-    """Writes all of it to one safetensors file, whole or not at all."""
+    """Writes all of it to one safetensors file, whole or not at all.
+
+    Folders of this machine are left out: who gets the file need not know them.
+    """
     path = pathlib.Path(path)
+    config = loaded.config.copy_and_resolve_references()
+    with config.unlocked():
+        config.data.source_dir = config.data.data_dir = None
     arrays = {name: np.asarray(leaf) for name, leaf in leaves.name_leaves(loaded.params).items()}
     metadata = {
         "format": FORMAT,
         "version": VERSION,
-        "config": workdirs.config_to_json(loaded.config),
+        "config": workdirs.config_to_json(config),
         "vocabulary": loaded.vocabulary.to_json(),
         "temperature": json.dumps(loaded.temperature),
-        "info": json.dumps(loaded.info),
+        "info": json.dumps({k: v for k, v in loaded.info.items() if k != "workdir"}),
     }
     metadata["digest"] = _digest(arrays, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)

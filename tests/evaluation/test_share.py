@@ -44,6 +44,7 @@ def test_the_file_opens_with_safetensors_alone(path, workdir):
     assert metadata["format"] == "mogrifier_jax" and metadata["version"] == "1"
     assert json.loads(metadata["temperature"]) == 0.9
     assert json.loads(metadata["info"])["step"] == 3
+    assert str(workdir) in loaded.info["workdir"] and str(workdir) not in str(metadata)
 
 
 @pytest.mark.slow
