@@ -1,8 +1,7 @@
 """Every key of a config, with its type, default and limits; and what experiment files share.
 
-An experiment states what is particular to it and `base` adds the rest, so that the command line can
-set every key of every experiment. A key is declared once: in SECTIONS, or as a field of a cell in
-`nn/layers.py`. What a config leaves out means the default, also in a workdir of an older version.
+An experiment states what is particular to it, and `base` adds the rest. A key is declared once: in
+SECTIONS, or as a field of a cell. What a config leaves out means the default, also in old workdirs.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ import importlib.resources
 import importlib.util
 import json
 import math
-import os
 import pathlib
 import traceback
 import typing
@@ -82,7 +80,6 @@ SEED = Key(int, 1, low=0, high=2**32 - 1)  # JAX takes larger ones for others, s
 COUNT = Key(int, low=1, high=10**9)
 TURN = Key(int, low=-1, high=10**9)  # Negative or absent: never.
 RATE = Key(float, 0.0, low=0.0, below=1.0)  # A probability of dropping, or a decay.
-FOLDER = FILE = Key(str)
 
 SECTIONS: dict[str, dict[str, Key]] = {
     "": {
@@ -95,13 +92,13 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "window": Key(int, low=1, high=10**6, required=True),  # Steps of backpropagation.
         "episodic": Key(bool, False),  # Whether each line stands alone.
         "drop_state_probability": RATE,  # For each stripe and window, of starting from zeros.
-        "source_dir": FOLDER,  # Of files that were fetched already.
-        "data_dir": FOLDER,  # Of what was prepared from them.
+        "source_dir": Key(str),  # Of files that were fetched already.
+        "data_dir": Key(str),  # Of what was prepared from them.
         # What follows belongs to some corpora; None is their own default.
         "language": Key(str),  # mwc: en or fi.
-        "path": FILE,  # text: one file,
+        "path": Key(str),  # text: one file,
         "fractions": Key(tuple),  # cut into train, valid and test by these shares of its lines,
-        **dict.fromkeys(("train", "valid", "test"), FILE),  # or three files.
+        **dict.fromkeys(("train", "valid", "test"), Key(str)),  # or three files.
         "level": Key(str, choices="data.vocabulary.LEVELS"),
         "encoding": Key(str),
         "length": Key(int, low=1, high=10**5),  # reverse_copy: of the sequences,
@@ -227,8 +224,8 @@ def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:
     config = config_dict.ConfigDict()
     for name, key in declared.items():
         *sections, last = name.split(".")
-        absent = key.default is None
-        _find(config, sections)[last] = config_dict.placeholder(key.kind) if absent else key.default
+        absent = config_dict.placeholder(key.kind)
+        _find(config, sections)[last] = absent if key.default is None else key.default
     return config
 
 
@@ -263,8 +260,8 @@ def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
         if value is not None:
             _find(config, sections)[last] = value
     except TypeError:
-        rule = f"must be {_KINDS[declared[name].kind]}"
-        raise errors.UsageError(f"{name} {value!r} {rule}") from None
+        kind = _KINDS[declared[name].kind]
+        raise errors.UsageError(f"{name} {value!r} must be {kind}") from None
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,9 +332,9 @@ def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:
     """One name of each group for a variant "a,b"; the first is the default, "" means none."""
     names = [name.strip() for name in variant.split(",") if name.strip()]
     known = [name for group in groups for name in group if name]
-    for name in (name for name in names if name not in known):
+    if unknown := [name for name in names if name not in known]:
         listed = ", ".join(known)
-        raise errors.UsageError(f"variant {name!r} is unknown: this experiment has {listed}")
+        raise errors.UsageError(f"variant {unknown[0]!r} is unknown: this experiment has {listed}")
     chosen = []
     for group in map(tuple, groups):
         picks = [name for name in group if name in names]
@@ -365,7 +362,7 @@ def paper_numbers() -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def load_file(path: str | os.PathLike) -> ModuleType:
+def load_file(path: str | pathlib.Path) -> ModuleType:
     """An experiment file as a module."""
     path = str(path)
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
@@ -384,9 +381,8 @@ def load_config(name: str) -> config_dict.ConfigDict:
         raise errors.UsageError(f"{path} has no function get_config; define it, as docs/adding.md")
     config = _blame(path, get_config, *([variant] if variant else []))
     if not isinstance(config, config_dict.ConfigDict):
-        line = get_config.__code__.co_firstlineno
-        what = f"get_config returns {config!r}; return a config, as of base()"
-        raise errors.UsageError(f"{path}, line {line}: {what}")
+        where = f"{path}, line {get_config.__code__.co_firstlineno}"
+        raise errors.UsageError(f"{where}: get_config returns {config!r}; return that of base()")
     return config
 
 
@@ -400,5 +396,5 @@ def _blame(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 0
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise errors.UsageError(f"{path}, line {line}: {what}; mend the experiment") from error
+        what = f"line {line}: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise errors.UsageError(f"{path}, {what}; mend the experiment") from error

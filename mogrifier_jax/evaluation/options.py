@@ -3,17 +3,17 @@
 from ml_collections import config_dict
 
 from mogrifier_jax import configs
-from mogrifier_jax.configs import COUNT, FILE, FOLDER, SEED, Key
+from mogrifier_jax.configs import COUNT, SEED, Key
 
 KEYS = {
     "which": Key(str, "best", choices=("best", "latest")),
     "methods": Key(str, "deterministic"),  # Of scoring.METHODS; empty: reports what is known.
     "splits": Key(str, "valid,test"),
-    "text": FILE,  # To score in place of the splits.
+    "text": Key(str),  # To score in place of the splits.
     "ensemble": Key(str),  # Token files to average; nothing else is done.
-    "output": FILE,  # For Markdown, or the ensemble's token file.
-    "source_dir": FOLDER,  # Where the corpus is now,
-    "data_dir": FOLDER,  # if not where the run had it.
+    "output": Key(str),  # For Markdown, or the ensemble's token file.
+    "source_dir": Key(str),  # Where the corpus is now,
+    "data_dir": Key(str),  # if not where the run had it.
     "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
     "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
     "window": Key(int, low=1, high=10**6),  # As in training unless set.
