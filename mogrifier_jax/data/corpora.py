@@ -74,11 +74,11 @@ def _read_pydoc(name, data_dir, source_dir) -> Corpus:
 
 
 def _read_prepared(
-    name, data_dir, source_dir, *, level, unit, encoding="utf-8", **builder_options
+    name, data_dir, source_dir, *, level=None, encoding="utf-8", **builder_options
 ) -> Corpus:
-    make_builder = functools.partial(
-        datasets.BUILDERS[name], data_dir=epath.Path(data_dir), **builder_options
-    )
+    kind = datasets.BUILDERS[name]
+    level = level or kind.LEVEL
+    make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), **builder_options)
     builder = base.prepare(make_builder, source_dir)
 
     def read(split):
@@ -93,7 +93,7 @@ def _read_prepared(
                 f"{error.start}; fetch it again and delete {builder.data_path}"
             ) from error
 
-    return _encode(name, level, unit, map(read, base.SPLITS))
+    return _encode(name, level, kind.UNIT or level, map(read, base.SPLITS))
 
 
 def _read_mwc(name, data_dir, source_dir, *, language="en") -> Corpus:
@@ -101,9 +101,7 @@ def _read_mwc(name, data_dir, source_dir, *, language="en") -> Corpus:
         raise errors.UsageError(
             f"language {language!r} is unknown; use one of {', '.join(mwc.LANGUAGES)}"
         )
-    return _read_prepared(
-        name, data_dir, source_dir, level="character", unit="character", config=language
-    )
+    return _read_prepared(name, data_dir, source_dir, config=language)
 
 
 def _read_text(name, data_dir, source_dir, **options) -> Corpus:
@@ -111,9 +109,7 @@ def _read_text(name, data_dir, source_dir, **options) -> Corpus:
         options["fractions"] = tuple(options["fractions"])
     parsed = local_text.Options(**options)
     config = local_text.make_config(parsed)
-    return _read_prepared(
-        name, data_dir, None, level=parsed.level, unit=parsed.level, config=config
-    )
+    return _read_prepared(name, data_dir, None, level=parsed.level, config=config)
 
 
 def _encode(name, level, unit, texts) -> Corpus:
@@ -146,13 +142,9 @@ def _default_source_dir(source_dir) -> pathlib.Path | None:
     return path
 
 
-_WORDS = functools.partial(_read_prepared, level="word", unit="word")
 # For each name its reader and the options that it takes.
 _READERS: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
-    "ptb": (_WORDS, ()),
-    "ptb_char": (functools.partial(_read_prepared, level="word", unit="character"), ()),
-    "wikitext2": (_WORDS, ()),
-    "enwik8": (functools.partial(_read_prepared, level="byte", unit="byte"), ()),
+    **dict.fromkeys(datasets.BUILDERS, (_read_prepared, ())),
     "mwc": (_read_mwc, ("language",)),
     "text": (_read_text, tuple(field.name for field in dataclasses.fields(local_text.Options))),
     "pydoc": (_read_pydoc, ()),

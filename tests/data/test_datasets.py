@@ -260,8 +260,8 @@ def finish(process):
 ALL_BUILDERS = """
 import dataclasses, functools, pathlib, sys
 import tensorflow_datasets as tfds
-from mogrifier_jax import datasets
-from mogrifier_jax.datasets import base, enwik8, text
+from mogrifier_jax.data import datasets
+from mogrifier_jax.data.datasets import base, enwik8, text
 files, out = map(pathlib.Path, sys.argv[1:])
 enwik8._VALID, enwik8._TEST = 10, 13
 for name, cls in datasets.BUILDERS.items():
@@ -305,7 +305,7 @@ def test_every_builder_works_without_tensorflow(tmp_path):
 
 PREPARE = """
 import sys
-from mogrifier_jax import corpora
+from mogrifier_jax.data import corpora
 corpus = corpora.load_corpus("text", path=sys.argv[1], data_dir=sys.argv[2])
 print(corpus.train.tokens.sum())
 """
@@ -467,7 +467,7 @@ def test_real_corpora_have_the_known_counts(name, vocab_size, num_tokens):
 
 MEASURE = """
 import sys, time
-from mogrifier_jax import corpora
+from mogrifier_jax.data import corpora
 start = time.process_time()
 corpora.load_corpus("enwik8", source_dir=sys.argv[1], data_dir=sys.argv[2])
 # The high-water mark of this program alone; `ru_maxrss` would count what its parent had.

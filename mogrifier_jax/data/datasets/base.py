@@ -28,6 +28,8 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012 (the name and type are tfds's)
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Optional: the files as published, plain, packed or archived."
 
+    LEVEL = "word"  # What the text is cut into,
+    UNIT: str | None = None  # and what such a token is for people, if something else.
     SOURCE: sources.Source
     DESCRIPTION: str
     HOMEPAGE: str | None = None

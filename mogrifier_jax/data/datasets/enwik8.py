@@ -11,6 +11,7 @@ class Enwik8(base.TextBuilder):
     The cuts fall inside lines, hence the one end of line more in each split.
     """
 
+    LEVEL = "byte"
     DESCRIPTION = "The first 10^8 bytes of the English Wikipedia dump of 2006: XML, UTF-8, GFDL."
     HOMEPAGE = "http://mattmahoney.net/dc/textdata.html"
     CITATION = """\

@@ -29,6 +29,7 @@ class Mwc(base.TextBuilder):
         tfds.core.BuilderConfig(name=language, description=f"The articles in {language!r}.")
         for language in LANGUAGES
     ]
+    LEVEL = "character"
     DESCRIPTION = "Wikipedia articles, 600 / 60 / 60 in each language. UTF-8, read as characters."
     HOMEPAGE = "http://k-kawakami.com/research/mwc"
     CITATION = """\

@@ -10,6 +10,7 @@ class PtbChar(base.TextBuilder):
     words. Each ends in a line that holds one space, which counts as an empty line.
     """
 
+    UNIT = "character"  # Which are separated by spaces.
     DESCRIPTION = "The words of ptb spelt out: characters separated by spaces, _ for a space."
     CITATION = ptb.CITATION
     SOURCE = sources.Source(
