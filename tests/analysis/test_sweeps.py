@@ -124,7 +124,7 @@ def test_variants_can_be_trained(variant):
 
 FILE = """
 from ml_collections import config_dict
-from mogrifier_jax.experiment import Row, Set, choose
+from mogrifier_jax.configs import Row, Set, choose
 
 def get_config(variant=""):
     model, condition, _ = choose(variant, ("a", "b"), ("", "cold"), ("", "tiny"))
