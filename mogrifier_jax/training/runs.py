@@ -53,6 +53,17 @@ class Run(NamedTuple):
         """Shapes, dtypes and shardings of the state."""
         return partitioning.with_shardings(jax.eval_shape(self.init_state), self.mesh)
 
+    def turn_evaluation(self, **options: Any) -> evaluate.TurnEvaluation:
+        """The evaluation before each turn; its stripes are those of one group of a batch."""
+        return evaluate.TurnEvaluation(
+            self.model,
+            self.task,
+            self.evaluation,
+            batch_size=self.batch_size // self.program.accumulate,
+            window=self.config.data.window,
+            **options,
+        )
+
     def jit_steps(self) -> jax.stages.Wrapped:
         """(state, stream, hyper, num_steps=...) to (state, metrics), as training compiles it."""
         in_place = shardings_of(self.abstract_state())

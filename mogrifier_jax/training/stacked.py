@@ -121,13 +121,8 @@ class Together:
             return (on,)
 
         self._after_evaluation = self._jit(after_evaluation, (0, 0, 0), (0,))
-        self._evaluate = evaluate.TurnEvaluation(
-            run.model,
-            run.task,
-            run.evaluation,
-            batch_size=run.batch_size // run.program.accumulate,
-            window=run.config.data.window,
-            make=functools.partial(StackedPass, count=count, mesh=mesh),
+        self._evaluate = run.turn_evaluation(
+            make=functools.partial(StackedPass, count=count, mesh=mesh)
         )
 
     def _jit(self, function, in_axes, out_axes):

@@ -233,13 +233,7 @@ class Alone:
         self._is_on = jax.jit(average.is_on)
         self._after_evaluation = jax.jit(average.after_evaluation, out_shardings=in_place.average)
         self._start_averaging = jax.jit(average.start, out_shardings=in_place.average)
-        self._evaluate = evaluate.TurnEvaluation(
-            run.model,
-            run.task,
-            run.evaluation,
-            batch_size=run.batch_size // run.program.accumulate,
-            window=run.config.data.window,
-        )
+        self._evaluate = run.turn_evaluation()
 
     def stack(self, states: Sequence[steps.TrainState]) -> steps.TrainState:
         """The only one."""
