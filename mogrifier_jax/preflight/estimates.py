@@ -200,14 +200,16 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
     settings, task, window = made.evaluation, made.task, made.config.data.window
     if tasks.kind_of(made.config.data).encoder_decoder:
         return _Evaluation(held, 0.0)
-    searched = max(1, settings.temperature_tokens // made.batch_size // window)
+    # As in training, the stripes are those of one group of a batch.
+    batch_size = made.batch_size // made.program.accumulate
+    searched = max(1, settings.temperature_tokens // batch_size // window)
     passes = 0 if settings.softmax_temperature else len(evaluate.TEMPERATURES) // evaluate.AT_ONCE
-    stripes = evaluate.num_stripes(task, "valid", made.batch_size, settings.lines_per_stripe)
+    stripes = evaluate.num_stripes(task, "valid", batch_size, settings.lines_per_stripe)
     valid = task.plan("valid", stripes)
     whole = min(valid.num_windows, settings.max_windows or valid.num_windows)
     needed, seconds = held, 0.0
     for plan, temperatures, windows in (
-        (task.plan("valid", made.batch_size), evaluate.AT_ONCE, settings.train_windows),
+        (task.plan("valid", batch_size), evaluate.AT_ONCE, settings.train_windows),
         (valid, 1, whole),
     ):
         if temperatures > 1:
