@@ -4,7 +4,7 @@
 
 Results are added to `evaluation.json` in the workdir, and the score of every token goes to
 `tokens/<method>_<text>.npz`. Several workdirs become Markdown, with the paper's rows beside
-theirs. `options.py` lists the options, `methods.py` scores, `texts.py` reads texts and scores.
+theirs. `methods.py` scores, `texts.py` reads texts and scores.
 """
 
 import math
