@@ -30,7 +30,7 @@ from benchmarks import timing
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models, rnn
 from mogrifier_jax.preflight import flops
-from mogrifier_jax.training import averaging, optim, runtime, steps
+from mogrifier_jax.training import runtime, schedule, steps
 
 try:
     import torch
@@ -97,8 +97,8 @@ def jax_step(size: Size, fast: bool) -> Callable[[], object]:
     """Our train steps, whole; the state moves on from call to call."""
     program = steps.Program(
         model=make_model(size, fast),
-        optimizer=optim.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
-        average=averaging.make_averaging("none"),
+        optimizer=steps.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
+        average=schedule.make_averaging("none"),
         batch_at=lambda stream, step: stream,
     )
     take = functools.partial(steps.train_steps, program=program, num_steps=NUM_STEPS)

@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.training import averaging, checkpoints, leaves, runs, workdirs
+from mogrifier_jax.training import checkpoints, leaves, runs, schedule, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
 
@@ -55,7 +55,7 @@ def load_weights(
     config = workdirs.read_config(workdir)
     vocab = vocabulary.Vocabulary.from_json(text := workdirs.read_vocabulary(workdir))
     model = runs.make_model(config, len(vocab))
-    average = averaging.make_averaging(config.averaging.kind)
+    average = schedule.make_averaging(config.averaging.kind)
     seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)

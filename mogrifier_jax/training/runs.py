@@ -14,7 +14,7 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, evaluate, optim, runtime, schedule, steps
+from mogrifier_jax.training import evaluate, runtime, schedule, steps
 
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
@@ -90,9 +90,9 @@ def make_run(
     optimizer = dict(config.optimizer)
     names = ("learning_rate", "l2_penalty", "accumulate", "accumulate_reduce")
     learning_rate, l2_penalty, groups, reduce = (optimizer.pop(name) for name in names)
-    optimizer = optim.make_optimizer(**optimizer)
+    optimizer = steps.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule, **averaging_rules(config.averaging))
-    average = averaging.make_averaging(config.averaging.kind)
+    average = schedule.make_averaging(config.averaging.kind)
     evaluation = evaluate.Settings(**config.evaluation)
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
