@@ -17,7 +17,7 @@ import jax
 from ml_collections import config_dict
 
 from benchmarks import training
-from mogrifier_jax.training import bookkeeping, runs, stacked, train
+from mogrifier_jax.training import programs, runs, train
 
 
 def make_configs(config: config_dict.ConfigDict, count: int) -> list[config_dict.ConfigDict]:
@@ -31,14 +31,14 @@ def make_configs(config: config_dict.ConfigDict, count: int) -> list[config_dict
     return configs
 
 
-def run_sequentially(made: list[runs.Run], compiled: train.Alone, folder: pathlib.Path):
+def run_sequentially(made: list[runs.Run], compiled: programs.Alone, folder: pathlib.Path):
     return [run_together([run], compiled, folder / str(i))[0] for i, run in enumerate(made)]
 
 
 def run_together(made: list[runs.Run], compiled: Any, folder: pathlib.Path):
     with contextlib.ExitStack() as stack:
         books = [
-            stack.enter_context(bookkeeping.open_book(run, str(folder / str(i)), lambda *_: None))
+            stack.enter_context(train.open_book(run, str(folder / str(i)), lambda *_: None))
             for i, run in enumerate(made)
         ]
         return train.train(books, compiled)
@@ -56,14 +56,14 @@ def main() -> None:
     with base.unlocked():
         base.schedule.turns, base.schedule.steps_per_turn = args.turns, args.steps_per_turn
     configs = make_configs(base, args.trials)
-    mesh = stacked.make_mesh(args.trials)
-    alone = stacked.home(mesh)
+    mesh = programs.make_mesh(args.trials)
+    alone = programs.home(mesh)
     here, there = runs.make_task(base, alone), runs.make_task(base, mesh)
     single = [runs.make_run(config, alone, here) for config in configs]
     made = [runs.make_run(config, alone, there) for config in configs]
     ways = {
-        "sequential": (run_sequentially, single, train.Alone(single[0])),
-        "stacked": (run_together, made, stacked.Together(made[0], args.trials, mesh)),
+        "sequential": (run_sequentially, single, programs.Alone(single[0])),
+        "stacked": (run_together, made, programs.Together(made[0], args.trials, mesh)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found = {}

@@ -17,7 +17,7 @@ import pytest
 
 from mogrifier_jax import errors
 from mogrifier_jax.evaluation import pretrained, scoring
-from mogrifier_jax.training import bookkeeping, checkpoints, metrics, runtime, workdirs
+from mogrifier_jax.training import checkpoints, metrics, runtime, train, workdirs
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -173,7 +173,7 @@ def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(tmp_path):
 
     def restore():
         with checkpoints.Checkpoints(tmp_path) as saved:
-            book = bookkeeping.Book(run, str(tmp_path), saved)
+            book = train.Book(run, str(tmp_path), saved)
             with contextlib.closing(book):
                 return book.restore()
 

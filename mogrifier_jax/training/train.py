@@ -2,38 +2,40 @@
 
 A run is `turns` x `steps_per_turn` optimizer steps with an evaluation before each turn. It
 resumes by itself in the same workdir, exactly: the state holds everything, and dispatches
-are cut at the same steps whether or not a run was interrupted. `runs.py` reads the config,
-`bookkeeping.py` keeps what comes out.
+are cut at the same steps whether or not a run was interrupted. `runs.py` reads the config.
 
 One run is a stack of one: `Loop` trains any number of runs that are at the same step, each with a
-book of its own. What they compile differs: `Alone` is one run on all devices, `stacked.Together`
-many runs side by side.
+`Book` of its own. `programs.py` has what they compile.
 """
 
 import contextlib
-import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import errors
 from mogrifier_jax.training import (
-    bookkeeping,
+    checkpoints,
     evaluate,
+    metrics,
+    programs,
     progress,
     runs,
     runtime,
-    stacked,
+    schedule,
     steps,
     workdirs,
 )
 
+Compiled = programs.Alone | programs.Together
+_norm = jax.jit(optax.tree.norm)
 Outcome = dict[str, Any] | errors.Diverged | errors.Abandoned  # Results, or why there are none.
 
 
@@ -49,9 +51,9 @@ def train_and_evaluate(
         with runtime.StopRequests() as stop:
             run = runs.make_run(config)
             stop.check()
-            book = stack.enter_context(bookkeeping.open_book(run, workdir))
+            book = stack.enter_context(open_book(run, workdir))
             logging.info("\n%s", progress.describe_run(run, workdir))
-            loops = train_turns([book], Alone(run), trace)
+            loops = train_turns([book], programs.Alone(run), trace)
         (results,) = score_best(loops)
     if isinstance(results, Exception):
         raise results
@@ -70,14 +72,14 @@ def draw_learning_curve(run: runs.Run, workdir: str) -> None:
         logging.info("no learning_curve.png: matplotlib is not installed")
 
 
-def train(books: Sequence[bookkeeping.Book], compiled: "Alone | stacked.Together") -> list[Outcome]:
+def train(books: Sequence["Book"], compiled: Compiled) -> list[Outcome]:
     """Trains runs to their ends; returns what came out, by book."""
     return score_best(train_turns(books, compiled))
 
 
 def train_turns(
-    books: Sequence[bookkeeping.Book],
-    compiled: "Alone | stacked.Together",
+    books: Sequence["Book"],
+    compiled: Compiled,
     trace: runtime.Trace | None = None,
 ) -> dict[int, "Loop"]:
     """All turns, those runs together that are at the same point; returns the loop of each book."""
@@ -108,13 +110,189 @@ def score_best(loops: dict[int, "Loop"]) -> list[Outcome]:
     return [outcomes[i] for i in sorted(outcomes)]
 
 
+class Book:
+    """What is kept of a run in its workdir: numbers, decisions and checkpoints.
+
+    Args:
+      on_turn: called after each evaluation with its turn and the best cross-entropy so far; a line
+        is logged without it.
+    """
+
+    def __init__(
+        self,
+        run: runs.Run,
+        workdir: str,
+        saved: checkpoints.Checkpoints,
+        on_turn: Callable[[int, float], None] | None = None,
+    ):
+        self.run, self.workdir, self.saved = run, workdir, saved
+        self.done = schedule.Progress()
+        self._on_turn = on_turn
+        self._writer: Any = None
+
+    def restore(self) -> steps.TrainState | None:
+        """The newest good state of the workdir, if there is one; the numbers go on from there."""
+        restored = self.saved.restore(self.run.abstract_state())
+        step = None
+        if restored is not None:
+            logging.info("resuming at step %d", restored.step)
+            self.done = schedule.Progress.from_dict(restored.info["progress"])
+            step = restored.step if restored.step or self.done.history else None
+        elif known := max((r["step"] for r in metrics.read_metrics(self.workdir)), default=0):
+            # The first save is waited for, so there was a checkpoint.
+            raise errors.UsageError(
+                f"{self.workdir} has metrics up to step {known} but no checkpoint: put the folder "
+                "checkpoints back from a copy, or use another workdir; to start from zero here, "
+                "delete metrics.jsonl"
+            )
+        self._writer = metrics.MetricWriter(self.workdir, step)
+        return None if restored is None else restored.state
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def stop(self) -> schedule.Stop | None:
+        """Why the run has come to its end, if it has; asked of what is saved, it stays there."""
+        return schedule.should_stop(self.done, self.run.rules) if self.done.history else None
+
+    @property
+    def end_of_turn(self) -> int:
+        """The step at which the next evaluation is due."""
+        return len(self.done.history) * self.run.rules.steps_per_turn
+
+    @property
+    def hyper(self) -> steps.Hyperparameters:
+        """The numbers of the coming steps."""
+        rate = self.run.hyper.learning_rate * self.done.learning_rate_factor
+        return self.run.hyper._replace(learning_rate=rate)
+
+    def note_steps(self, step: int, losses: np.ndarray, norms: np.ndarray, seconds: float) -> float:
+        """Records the steps after `step`, whose losses and norms are [S]; returns the mean loss."""
+        last, loss = step + len(losses), float(losses.mean(dtype=np.float64))
+        self._writer.write(
+            last,
+            "train",
+            loss_nats=loss,
+            grad_norm=norms.mean(dtype=np.float64),
+            learning_rate=self.hyper.learning_rate,
+        )
+        finite = np.isfinite(losses) & np.isfinite(norms)
+        if not finite.all():
+            raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
+        speed = len(losses) * self.run.tokens_per_step / seconds
+        self._writer.write_speed(last, tokens_per_second=speed)
+        return loss
+
+    def decide(
+        self, step: int, scores: Sequence[evaluate.Scores], *, averaged: bool
+    ) -> tuple[schedule.Decision, evaluate.Scores]:
+        """Records the scores of all candidates; the best one decides what is to be done."""
+        turn = len(self.done.history)
+        best = scores[int(np.argmin([score.valid_nats for score in scores]))]
+        self.done, decision = schedule.decide(
+            self.done, self.run.rules, turn=turn, xe=best.valid_nats
+        )
+        self._writer.write(
+            step, "eval", turn=turn, **best._asdict(), averaged=averaged, best=decision.improved
+        )
+        if not math.isfinite(best.valid_nats):
+            raise self.diverged(f"the validation cross-entropy of turn {turn}")
+        if self._on_turn is None:
+            logging.info("%s", self.turn_line(turn, best, decision))
+        return decision, best
+
+    def save_turn(self, state, decision: schedule.Decision, scores: evaluate.Scores) -> None:
+        """Saves the state that the coming turn begins with."""
+        self.save(state, best=decision.improved, temperature=scores.temperature)
+        if self._on_turn is not None:
+            self._on_turn(self.done.turn, self.done.best_xe)
+
+    def save(self, state, *, best: bool, **info: Any) -> None:
+        """Saves in the background, but nothing that is broken."""
+        if not np.isfinite(_norm(state.params)):
+            raise self.diverged("a weight")
+        info["progress"] = self.done.to_dict()
+        first = self.saved.latest_step is None
+        self.saved.save(int(state.step), state, info=info, best=best)
+        if first:
+            self.saved.wait()  # A place that cannot be written to shows before the first step.
+
+    def restore_best(self) -> checkpoints.Restored:
+        """The best state of the run."""
+        best = self.saved.restore(self.run.abstract_state(), which="best")
+        assert best is not None, "every run saves its first evaluation"
+        return best
+
+    def results(self, best: checkpoints.Restored, nats: dict[str, float]) -> dict[str, Any]:
+        """For results.json: the scores of the best weights on each split."""
+        temperature = best.info["temperature"]
+        results = {"best_turn": self.done.best_turn, "step": best.step, "temperature": temperature}
+        unit = self.run.task.score_unit
+        for split, value in nats.items():
+            score = metrics.in_unit(value, unit)
+            results |= {f"{split}_nats": value, f"{split}_{unit}": score}
+        return results
+
+    def interrupted(self, state) -> errors.Interrupted:
+        """Saves what the last evaluation has not saved already."""
+        step = int(state.step)
+        self.saved.wait()
+        if self.saved.latest_step != step:
+            self.save(state, best=False)
+            self.saved.wait()
+        return errors.Interrupted(
+            f"stopped at step {step}, saved in {self.workdir}; the same command goes on"
+        )
+
+    def diverged(self, what: str) -> errors.Diverged:
+        """What to say when a number is not finite."""
+        self.saved.wait()
+        good = self.saved.latest_step
+        kept = f"the last good checkpoint is that of step {good}" if good is not None else "none"
+        rate, clip = (self.run.config.optimizer.get(k) for k in ("learning_rate", "clip_norm"))
+        return errors.Diverged(
+            f"{what} is not finite; {kept} in {self.workdir}. Try, in another workdir, a lower "
+            f"optimizer.learning_rate (now {rate:g}) or optimizer.clip_norm (now {clip})"
+        )
+
+    def turn_line(self, turn, scores, decision) -> str:
+        """One line for people."""
+        unit = self.run.task.score_unit
+        marks = " *" if decision.improved else ""
+        marks += ", averaging starts" if decision.start_averaging else ""
+        marks += ", learning rate drops" if decision.drop_learning_rate else ""
+        return (
+            f"turn {turn}/{self.run.rules.turns}: valid {metrics.show(scores.valid_nats, unit)}, "
+            f"train {metrics.show(scores.train_nats, unit)}, "
+            f"temperature {scores.temperature:.2f}{marks}"
+        )
+
+
+@contextlib.contextmanager
+def open_book(
+    run: runs.Run, workdir: str, on_turn: Callable[[int, float], None] | None = None
+) -> Iterator[Book]:
+    """The book of a run, with the files that a workdir begins with."""
+    vocabulary = run.task.vocabulary.to_json()
+    seal = workdirs.seal(run.config, vocabulary, ignore=runs.FREE_KEYS)
+    workdirs.check_place(workdir)
+    with checkpoints.Checkpoints(workdir, seal=seal) as saved:
+        workdirs.write_run_files(workdir, run.config, vocabulary)
+        book = Book(run, workdir, saved, on_turn)
+        with contextlib.closing(book):
+            yield book
+
+
 class Loop:
     """The turns of runs that are at the same step; one that ends early is left out of the rest."""
 
     def __init__(
         self,
-        books: Sequence[bookkeeping.Book],
-        compiled: "Alone | stacked.Together",
+        books: Sequence[Book],
+        compiled: Compiled,
         trace: runtime.Trace,
     ):
         self.books, self._compiled, self._trace = list(books), compiled, trace
@@ -216,70 +394,3 @@ class Loop:
                 self.books[i].interrupted(states[i])
         step = self._compiled.step_of(state)
         return errors.Interrupted(f"stopped at step {step}, all saved; the same command goes on")
-
-
-class Alone:
-    """What one run compiles; runs that differ only in numbers that are traced may share it."""
-
-    def __init__(self, run: runs.Run):
-        self.run = run
-        average = run.program.average
-        in_place = runs.shardings_of(run.abstract_state())
-        self.init = jax.jit(run.init_state, out_shardings=in_place)
-        self._steps = run.jit_steps()
-        # An average that changed its place would have the train step compiled again.
-        self._candidates = jax.jit(average.candidates)
-        self._value = jax.jit(average.value)
-        self._is_on = jax.jit(average.is_on)
-        self._after_evaluation = jax.jit(average.after_evaluation, out_shardings=in_place.average)
-        self._start_averaging = jax.jit(average.start, out_shardings=in_place.average)
-        self._evaluate = run.turn_evaluation()
-
-    def stack(self, states: Sequence[steps.TrainState]) -> steps.TrainState:
-        """The only one."""
-        (state,) = states
-        return state
-
-    def unstack(self, state: steps.TrainState, number: int) -> list[steps.TrainState]:
-        """The inverse of `stack`."""
-        del number
-        return [state]
-
-    def step_of(self, state: steps.TrainState) -> int:
-        """How many steps have been made."""
-        return int(state.step)
-
-    def train_steps(
-        self, state: steps.TrainState, hyper: Sequence[steps.Hyperparameters], num_steps: int
-    ) -> tuple[steps.TrainState, np.ndarray, np.ndarray]:
-        """Some steps; losses and gradient norms are [1, S]."""
-        stream = self.run.task.stream
-        state, found = self._steps(state, stream, hyper[0], num_steps=num_steps)
-        return state, np.asarray(found["loss_nats"])[None], np.asarray(found["grad_norm"])[None]
-
-    def evaluate_turn(
-        self, state: steps.TrainState
-    ) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
-        """Scores by candidate, and whether any of them is an average."""
-        weights = self._candidates(state.average, state.params)
-        scores = [[self._evaluate(candidate)] for candidate in weights]
-        return scores, np.asarray([self._is_on(state.average)])
-
-    def after_evaluation(
-        self, state: steps.TrainState, start: Sequence[bool], xes: Sequence[Sequence[float]]
-    ) -> steps.TrainState:
-        """The average after its candidates have been scored; `start` says whether it begins."""
-        average = self._after_evaluation(state.average, *(xe for (xe,) in xes))
-        if start[0]:
-            average = self._start_averaging(average)
-        return dataclasses.replace(state, average=average)
-
-    def score(
-        self, states: Sequence[steps.TrainState], temperatures: Sequence[float]
-    ) -> dict[str, list[float]]:
-        """Nats per token of the averaged weights on validation and test data."""
-        weights = self._value(states[0].average, states[0].params)
-        return {
-            split: [self._evaluate.score(split, weights, temperatures[0])]
-            for split in ("valid", "test")
-        }

@@ -25,14 +25,7 @@ from ml_collections import config_dict
 from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import (
-    bookkeeping,
-    progress,
-    runs,
-    stacked,
-    train,
-    workdirs,
-)
+from mogrifier_jax.training import programs, progress, runs, train, workdirs
 from mogrifier_jax.tuning import report, storages, studies, trials, vizier
 
 POLL_SECONDS = 2.0  # Between looks at what other workers do.
@@ -226,7 +219,7 @@ class Training:
         """One trial on all devices, as `train.py` does it."""
         if self._alone is not self._together:
             run = self._make_run(run.config, self._alone)
-        compiled = self._program((1, shape_of(run)), lambda: train.Alone(run))
+        compiled = self._program((1, shape_of(run)), lambda: programs.Alone(run))
         self._train([trial], [run], compiled)
 
     def _run_together(
@@ -234,7 +227,7 @@ class Training:
     ) -> None:
         """Several trials of one shape."""
         mesh, size = self._together.mesh, self._parallel
-        compiled = self._program((size, shape), lambda: stacked.Together(made[0], size, mesh))
+        compiled = self._program((size, shape), lambda: programs.Together(made[0], size, mesh))
         self._train(asked, made, compiled)
 
     def _train(
@@ -243,7 +236,7 @@ class Training:
         folders = [self._folder(*pair) for pair in zip(asked, made, strict=True)]
         with contextlib.ExitStack() as stack:
             books = [
-                stack.enter_context(bookkeeping.open_book(run, folder, trial.report))
+                stack.enter_context(train.open_book(run, folder, trial.report))
                 for trial, run, folder in zip(asked, made, folders, strict=True)
             ]
             outcomes = train.train(books, compiled)
@@ -299,8 +292,8 @@ class Site:
     @classmethod
     def together(cls, count: int) -> "Site":
         """Runs side by side, each on one device or a part of it."""
-        mesh = stacked.make_mesh(count)
-        return cls(mesh, stacked.home(mesh))
+        mesh = programs.make_mesh(count)
+        return cls(mesh, programs.home(mesh))
 
     def task(self, config: config_dict.ConfigDict) -> tasks.Task:
         """The task of a config, which most trials share."""

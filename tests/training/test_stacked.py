@@ -13,13 +13,7 @@ from experiments import pydoc
 from mogrifier_jax import errors
 from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.preflight import abstract_tasks, costs, targets
-from mogrifier_jax.training import (
-    bookkeeping,
-    metrics,
-    runs,
-    stacked,
-    train,
-)
+from mogrifier_jax.training import metrics, programs, runs, train
 from tests import quick
 from tests import workdir as written
 
@@ -56,20 +50,20 @@ def quick_compiles():
 def make_stack(rates, mesh):
     """The runs and what they compile, once for all tests below."""
     task = runs.make_task(make_config(), mesh)
-    made = [runs.make_run(make_config(*pair), stacked.home(mesh), task) for pair in rates]
-    return made, stacked.Together(made[0], len(rates), mesh)
+    made = [runs.make_run(make_config(*pair), programs.home(mesh), task) for pair in rates]
+    return made, programs.Together(made[0], len(rates), mesh)
 
 
 @pytest.fixture(scope="module")
 def four():
     """Four runs on two devices, two on each."""
-    return make_stack(RATES, stacked.make_mesh(4, jax.devices()[:2]))
+    return make_stack(RATES, programs.make_mesh(4, jax.devices()[:2]))
 
 
 def train_all(made, functions, folder, on_turn=None):
     with contextlib.ExitStack() as stack:
         books = [
-            stack.enter_context(bookkeeping.open_book(run, str(folder / str(i)), on_turn))
+            stack.enter_context(train.open_book(run, str(folder / str(i)), on_turn))
             for i, run in enumerate(made)
         ]
         return train.train(books, functions)
@@ -85,12 +79,12 @@ def unbroken(four, tmp_path_factory):
 def alone(tmp_path_factory):
     """The first and the last run, alone on one device."""
     folder = tmp_path_factory.mktemp("alone")
-    mesh = stacked.home(stacked.make_mesh(1))
+    mesh = programs.home(programs.make_mesh(1))
     results = {}
     functions = None
     for i in (0, 3):
         run = runs.make_run(make_config(*RATES[i]), mesh)
-        functions = functions or train.Alone(run)
+        functions = functions or programs.Alone(run)
         (results[i],) = train_all([run], functions, folder / str(i))
     return folder, results
 
@@ -196,9 +190,9 @@ def program_text(mesh, count, log_every=2):
     """The compiled steps of `count` runs on a mesh that may not be here."""
     config = make_config()
     task = abstract_tasks.make_task(config.data, mesh)
-    run = runs.make_run(config, stacked.home(mesh), task)
-    everywhere, over_trials = stacked.places(mesh, (None, 0))
-    one = stacked.split(jax.eval_shape(run.init_state))
+    run = runs.make_run(config, programs.home(mesh), task)
+    everywhere, over_trials = programs.places(mesh, (None, 0))
+    one = programs.split(jax.eval_shape(run.init_state))
 
     def each(leaf, sharding=over_trials, lead=(count,)):
         shape = (*lead, *np.shape(leaf))
@@ -208,13 +202,13 @@ def program_text(mesh, count, log_every=2):
     shared = jax.tree.map(lambda leaf: each(leaf, everywhere, ()), one.shared)
     stack, hyper = jax.tree.map(each, (one.stacked, run.hyper))
     arguments = (shared, stack, run.task.stream, hyper)
-    jitted = stacked.jit_steps(run.program, mesh)
+    jitted = programs.jit_steps(run.program, mesh)
     return jitted.lower(*arguments, num_steps=log_every).compile().as_text()
 
 
 @pytest.mark.slow
 def test_no_device_speaks_to_another():
-    text = program_text(stacked.make_mesh(8), 8)
+    text = program_text(programs.make_mesh(8), 8)
     assert not costs.analyse(text).collectives
     # One run on all devices has to.
     run = runs.make_run(make_config())
@@ -226,7 +220,7 @@ def test_no_device_speaks_to_another():
 def test_sixteen_trials_on_sixteen_chips_do_not_speak():
     target = targets.parse("v5e:4x4")
     chips = targets.mesh(target, 16, 1).devices.reshape(-1)
-    text = program_text(stacked.make_mesh(16, chips), 16)
+    text = program_text(programs.make_mesh(16, chips), 16)
     analysis = costs.analyse(text)
     assert analysis.cycles > 0 and not analysis.collectives
     for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"):

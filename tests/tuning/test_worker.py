@@ -497,13 +497,13 @@ def test_a_workdir_belongs_to_one_study(tuned, study_file):
 
 WORKER = """
 import sys, time
-from mogrifier_jax.training import bookkeeping
+from mogrifier_jax.training import train
 from mogrifier_jax.tuning import trials, worker
 from tests.tuning import test_worker
 
 workdir, study, storage, slow = sys.argv[1:]
 trials.BEAT_SECONDS, trials.GRACE_SECONDS, worker.POLL_SECONDS = 0.5, 5.0, 0.2
-save = bookkeeping.Book.save
+save = train.Book.save
 
 def save_slowly(self, state, **info):
     save(self, state, **info)
@@ -511,7 +511,7 @@ def save_slowly(self, state, **info):
     print("saved", int(state.step), self.workdir, flush=True)
     time.sleep(float(slow))
 
-bookkeeping.Book.save = save_slowly
+train.Book.save = save_slowly
 test_worker.tune(workdir, study=study, num_trials=6, parallel=1, storage=storage or None)
 """
 

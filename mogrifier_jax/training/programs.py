@@ -1,11 +1,13 @@
-"""Many runs in one program: same shapes, other numbers.
+"""What training compiles: `Alone` is one run on all devices, `Together` many runs side by side.
 
-Axes: N runs, S steps, W windows; others as in `steps.py`. Weights, optimizer and carries are
-stacked [N, ...] and the steps vmapped; step, text and key are shared, as all runs are at the same
-step and have the same seed. Over several devices the runs lie along the mesh axis "trial", and each
-device works on its own without a word to the others. `train.py` carries the runs out.
+Axes: N runs, S steps, W windows; others as in `steps.py`. Runs side by side have the same shapes
+and other numbers. Weights, optimizer and carries are stacked [N, ...] and the steps vmapped. Step,
+text and key are shared, as all runs are at the same step and have the same seed. Over several
+devices the runs lie along the mesh axis "trial", and no device speaks to another. `train.py`
+carries the runs out.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -103,7 +105,7 @@ def jit_steps(program: steps.Program, mesh: Mesh) -> jax.stages.Wrapped:
 class Together:
     """What N runs of one shape compile; `run` is any of them, on the mesh of the stack.
 
-    Stacks of the same size and shape may share it. `train.Alone` has the same methods.
+    Stacks of the same size and shape may share it. `Alone` has the same methods.
     """
 
     def __init__(self, run: runs.Run, count: int, mesh: Mesh):
@@ -228,3 +230,70 @@ class StackedPass(evaluate.Deterministic):
         self._zero_carry = jax.jit(zeros, out_shardings=in_place[0])
         spread = side_by_side(run, self._mesh, (0, None, 0, None, None, 0), (0, 0))
         return jax.jit(spread, donate_argnums=2, out_shardings=in_place)
+
+
+class Alone:
+    """What one run compiles; runs that differ only in numbers that are traced may share it."""
+
+    def __init__(self, run: runs.Run):
+        self.run = run
+        average = run.program.average
+        in_place = runs.shardings_of(run.abstract_state())
+        self.init = jax.jit(run.init_state, out_shardings=in_place)
+        self._steps = run.jit_steps()
+        # An average that changed its place would have the train step compiled again.
+        self._candidates = jax.jit(average.candidates)
+        self._value = jax.jit(average.value)
+        self._is_on = jax.jit(average.is_on)
+        self._after_evaluation = jax.jit(average.after_evaluation, out_shardings=in_place.average)
+        self._start_averaging = jax.jit(average.start, out_shardings=in_place.average)
+        self._evaluate = run.turn_evaluation()
+
+    def stack(self, states: Sequence[steps.TrainState]) -> steps.TrainState:
+        """The only one."""
+        (state,) = states
+        return state
+
+    def unstack(self, state: steps.TrainState, number: int) -> list[steps.TrainState]:
+        """The inverse of `stack`."""
+        del number
+        return [state]
+
+    def step_of(self, state: steps.TrainState) -> int:
+        """How many steps have been made."""
+        return int(state.step)
+
+    def train_steps(
+        self, state: steps.TrainState, hyper: Sequence[steps.Hyperparameters], num_steps: int
+    ) -> tuple[steps.TrainState, np.ndarray, np.ndarray]:
+        """Some steps; losses and gradient norms are [1, S]."""
+        stream = self.run.task.stream
+        state, found = self._steps(state, stream, hyper[0], num_steps=num_steps)
+        return state, np.asarray(found["loss_nats"])[None], np.asarray(found["grad_norm"])[None]
+
+    def evaluate_turn(
+        self, state: steps.TrainState
+    ) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
+        """Scores by candidate, and whether any of them is an average."""
+        weights = self._candidates(state.average, state.params)
+        scores = [[self._evaluate(candidate)] for candidate in weights]
+        return scores, np.asarray([self._is_on(state.average)])
+
+    def after_evaluation(
+        self, state: steps.TrainState, start: Sequence[bool], xes: Sequence[Sequence[float]]
+    ) -> steps.TrainState:
+        """The average after its candidates have been scored; `start` says whether it begins."""
+        average = self._after_evaluation(state.average, *(xe for (xe,) in xes))
+        if start[0]:
+            average = self._start_averaging(average)
+        return dataclasses.replace(state, average=average)
+
+    def score(
+        self, states: Sequence[steps.TrainState], temperatures: Sequence[float]
+    ) -> dict[str, list[float]]:
+        """Nats per token of the averaged weights on validation and test data."""
+        weights = self._value(states[0].average, states[0].params)
+        return {
+            split: [self._evaluate.score(split, weights, temperatures[0])]
+            for split in ("valid", "test")
+        }
