@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import episodes, streams, vocabulary
+from mogrifier_jax.data import streams, vocabulary
 
 # What a token is, and the unit that people read its cross-entropy in.
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
@@ -147,25 +147,25 @@ def fill(batch_size: int, mesh: Mesh | None) -> int:
 
 def _line_task(corpus, key, mesh, batch_size, window) -> Task:
     eos = corpus.vocabulary.eos_id
-    longest = max(episodes.limit_window(getattr(corpus, s), window) for s in episodes.SPLITS)
+    longest = max(streams.limit_window(getattr(corpus, s), window) for s in streams.SPLITS)
 
     def plan(split, num_stripes, window=longest, mesh=mesh):
         encoded, size = getattr(corpus, split), fill(num_stripes, mesh)
         return Plan(
-            episodes.make_line_stream(encoded, key, eos, mesh),
-            spread(functools.partial(episodes.eval_lines, batch_size=size, window=window), mesh),
-            episodes.num_batches(len(encoded.line_starts), size),
+            streams.make_line_stream(encoded, key, eos, mesh),
+            spread(functools.partial(streams.eval_lines, batch_size=size, window=window), mesh),
+            -(-len(encoded.line_starts) // size),
             size,
             carries=False,
         )
 
-    train_lines = functools.partial(episodes.train_lines, batch_size=batch_size, window=longest)
+    train_lines = functools.partial(streams.train_lines, batch_size=batch_size, window=longest)
 
     return Task(
         corpus.vocabulary,
         corpus.unit,
         carries=False,
-        stream=episodes.make_line_stream(corpus.train, key, eos, mesh),
+        stream=streams.make_line_stream(corpus.train, key, eos, mesh),
         batch_at=spread(train_lines, mesh),
         plan=plan,
         # Every line is an example, so each batch may be as large as in training.
@@ -176,7 +176,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
 
 def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> Task:
     del source_dir, data_dir  # Generated, not read.
-    known = [field.name for field in dataclasses.fields(episodes.ReverseCopy)]
+    known = [field.name for field in dataclasses.fields(streams.ReverseCopy)]
     options = {key: value for key, value in options.items() if value is not None}
     for key in options:
         if key not in known:
@@ -185,15 +185,15 @@ def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> T
             )
     if "length" not in options:
         raise errors.UsageError("data.length is missing: say how long the sequences to copy are")
-    task = episodes.ReverseCopy(**options)
+    task = streams.ReverseCopy(**options)
 
     def plan(split, num_stripes, window=None, mesh=mesh):
         del window
         size = fill(num_stripes, mesh)
         return Plan(
             (),
-            spread(lambda _, i: episodes.eval_copies(task, split, i, batch_size=size), mesh),
-            episodes.num_batches(task.num_examples(split), size),
+            spread(lambda _, i: streams.eval_copies(task, split, i, batch_size=size), mesh),
+            -(-task.num_examples(split) // size),
             size,
             carries=False,
             mesh=mesh,
@@ -205,7 +205,7 @@ def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> T
         carries=False,
         stream=(),
         batch_at=spread(
-            lambda _, index: episodes.train_copies(task, index, batch_size=batch_size), mesh
+            lambda _, index: streams.train_copies(task, index, batch_size=batch_size), mesh
         ),
         plan=plan,
         num_lines=lambda split: 1 << 30,
@@ -218,7 +218,7 @@ GENERATED: dict[str, Callable[..., Task]] = {"reverse_copy": _copy_task}
 
 
 def _describe(corpus) -> tuple[tuple[str, Any], ...]:
-    tokens = " / ".join(f"{len(getattr(corpus, split).tokens):,}" for split in episodes.SPLITS)
+    tokens = " / ".join(f"{len(getattr(corpus, split).tokens):,}" for split in streams.SPLITS)
     return (
         ("corpus", corpus.name),
         ("vocabulary", f"{len(corpus.vocabulary):,} {corpus.unit}s"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax.data import corpora, episodes, streams, tasks
+from mogrifier_jax.data import corpora, streams, tasks
 
 
 class Size(NamedTuple):
@@ -56,8 +56,8 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
     )
     stream: Any
     if episodic:
-        stream = episodes.LineStream(bounds=leaf(size.lines + 1), **shared)
-        train_lines = functools.partial(episodes.train_lines, batch_size=batch_size, window=window)
+        stream = streams.LineStream(bounds=leaf(size.lines + 1), **shared)
+        train_lines = functools.partial(streams.train_lines, batch_size=batch_size, window=window)
         batch_at = tasks.spread(train_lines, mesh)
     else:
         stripes = leaf(batch_size, axes=["data"])
@@ -74,8 +74,8 @@ def make_task(section: Mapping[str, Any], mesh: Mesh) -> tasks.Task:
         text = dict(shared, tokens=leaf(tokens, dtype=shared["tokens"].dtype))
         evaluated: Any
         if episodic:
-            evaluated = episodes.LineStream(bounds=leaf(lines + 1), **text)
-            cut = functools.partial(episodes.eval_lines, batch_size=num_stripes, window=window)
+            evaluated = streams.LineStream(bounds=leaf(lines + 1), **text)
+            cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
             return tasks.Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, carries=False)
         stripes = num_stripes + -num_stripes % mesh.shape["data"]
         ends = leaf(stripes, axes=["data"])

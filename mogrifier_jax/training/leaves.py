@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from mogrifier_jax import errors
+from mogrifier_jax.data import streams
 
 Description = dict[str, dict[str, Any]]
 
@@ -182,20 +183,13 @@ def _checksum(x: jax.Array) -> jax.Array:
     for axis, size in enumerate(bits.shape):
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         position = position * np.uint32(size) + index
-    weight = _mix(position + np.uint32(0x9E3779B9))
-    hashed = _mix(bits ^ weight)
+    weight = streams.mix(position + np.uint32(0x9E3779B9))
+    hashed = streams.mix(bits ^ weight)
     return jnp.stack([_sum(hashed), _sum(hashed * (weight | np.uint32(1)))])
 
 
 def _sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x, dtype=jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: one to one, and each input bit moves about half the output."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import episodes, streams, vocabulary
+from mogrifier_jax.data import streams, vocabulary
 
 LINES = ["a b c", "", "d", "e f g h i j", "a a"]
 
@@ -22,7 +22,7 @@ def corpus():
 
 
 def read_order(seed, num_examples, batch_size, num_batches):
-    read = jax.jit(episodes.shuffled, static_argnums=(2, 3))
+    read = jax.jit(streams.shuffled, static_argnums=(2, 3))
     key = jax.random.key(seed)
     return np.concatenate([read(key, i, batch_size, num_examples) for i in range(num_batches)])
 
@@ -58,7 +58,7 @@ def test_the_order_looks_random():
 @pytest.mark.slow
 def test_half_a_million_examples_are_a_permutation():
     keys = jax.random.key(0)[None]
-    permute = jax.jit(episodes._permute, static_argnums=3)
+    permute = jax.jit(streams._permute, static_argnums=3)
     size = 500_000
     order = permute(keys, jnp.zeros(size, jnp.int32), jnp.arange(size), size)
     assert np.bincount(order, minlength=size).tolist() == [1] * size
@@ -70,29 +70,28 @@ def spell(vocab, row, length):
 
 def test_lines_are_examples_of_their_own(corpus):
     vocab, split = corpus
-    stream = episodes.make_line_stream(split, jax.random.key(0), vocab.eos_id)
-    first = episodes.eval_lines(stream, 0, batch_size=3, window=7)
+    stream = streams.make_line_stream(split, jax.random.key(0), vocab.eos_id)
+    first = streams.eval_lines(stream, 0, batch_size=3, window=7)
     assert first.lengths.tolist() == [4, 1, 2]
     rows = [spell(vocab, *r) for r in zip(first.inputs, first.lengths, strict=True)]
     assert rows == ["▼ a b c", "▼", "▼ d"]
     rows = [spell(vocab, *r) for r in zip(first.targets, first.lengths, strict=True)]
     assert rows == ["a b c ▼", "▼", "d ▼"]
     assert not np.any(first.targets[1:, 2:]) and not np.any(first.inputs[1:, 2:])
-    second = episodes.eval_lines(stream, 1, batch_size=3, window=7)
+    second = streams.eval_lines(stream, 1, batch_size=3, window=7)
     assert second.lengths.tolist() == [7, 3, 0]  # Behind the last line there is nothing.
     assert not np.any(second.inputs[2]) and not np.any(second.targets[2])
-    assert episodes.num_batches(len(LINES), 3) == 2
 
 
 @pytest.mark.slow
 def test_long_lines_are_cut_before_eos(corpus):
     vocab, split = corpus
-    stream = episodes.make_line_stream(split, jax.random.key(0), vocab.eos_id)
-    batch = episodes.eval_lines(stream, 0, batch_size=5, window=4)
+    stream = streams.make_line_stream(split, jax.random.key(0), vocab.eos_id)
+    batch = streams.eval_lines(stream, 0, batch_size=5, window=4)
     assert spell(vocab, batch.inputs[3], 4) == "▼ e f g"
     assert spell(vocab, batch.targets[3], 4) == "e f g ▼"
     assert batch.lengths.tolist() == [4, 1, 2, 4, 3]
-    assert (episodes.limit_window(split, 100), episodes.limit_window(split, 4)) == (7, 4)
+    assert (streams.limit_window(split, 100), streams.limit_window(split, 4)) == (7, 4)
 
 
 @pytest.mark.slow
@@ -100,10 +99,10 @@ def test_training_lines_follow_the_shuffled_order(corpus):
     vocab, split = corpus
     key = jax.random.key(7)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    stream = episodes.make_line_stream(split, key, vocab.eos_id, mesh)
-    read = jax.jit(functools.partial(episodes.train_lines, batch_size=4, window=7))
+    stream = streams.make_line_stream(split, key, vocab.eos_id, mesh)
+    read = jax.jit(functools.partial(streams.train_lines, batch_size=4, window=7))
     order = read_order(7, 5, 4, 5).reshape(5, 4)
-    in_order = episodes.eval_lines(stream, 0, batch_size=5, window=7)
+    in_order = streams.eval_lines(stream, 0, batch_size=5, window=7)
     for index in range(5):
         batch = read(stream, index)
         for name in streams.Window._fields:
@@ -115,14 +114,14 @@ def test_training_lines_follow_the_shuffled_order(corpus):
 def test_a_split_without_lines_is_refused():
     empty = vocabulary.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
     with pytest.raises(errors.UsageError, match="lines"):
-        episodes.make_line_stream(empty, jax.random.key(0), 0)
+        streams.make_line_stream(empty, jax.random.key(0), 0)
 
 
 def test_reverse_copies_read_forwards_and_say_backwards():
-    task = episodes.ReverseCopy(length=6)
+    task = streams.ReverseCopy(length=6)
     vocab = task.make_vocabulary()
     assert len(vocab) == 1003 and {"|", "▼", "<UNK>", "0", "999"} <= set(vocab.tokens)
-    batch = jax.jit(episodes.train_copies, static_argnums=0, static_argnames="batch_size")(
+    batch = jax.jit(streams.train_copies, static_argnums=0, static_argnames="batch_size")(
         task, 3, batch_size=50
     )
     for source, inputs, targets in zip(*map(np.asarray, batch[:3]), strict=True):
@@ -138,25 +137,24 @@ def test_reverse_copies_read_forwards_and_say_backwards():
 
 @pytest.mark.slow
 def test_copies_are_functions_of_seed_split_and_number():
-    task = episodes.ReverseCopy(length=5, num_train=40, num_valid=10, num_test=10)
-    make = jax.jit(episodes.make_copies, static_argnums=(0, 1))
+    task = streams.ReverseCopy(length=5, num_train=40, num_valid=10, num_test=10)
+    make = jax.jit(streams.make_copies, static_argnums=(0, 1))
     whole = np.asarray(make(task, "train", jnp.arange(40)).sources)
     np.testing.assert_array_equal(make(task, "train", jnp.array([7, 39])).sources, whole[[7, 39]])
     for other in [(dataclasses.replace(task, seed=2), "train"), (task, "valid")]:
         assert not np.any(np.all(make(*other, jnp.arange(40)).sources == whole, axis=1))
     # An epoch of training has all 40, in another order.
-    train = jax.jit(episodes.train_copies, static_argnums=0, static_argnames="batch_size")
+    train = jax.jit(streams.train_copies, static_argnums=0, static_argnames="batch_size")
     batches = np.concatenate([train(task, i, batch_size=8).sources for i in range(5)])
     assert sorted(batches.tolist()) == sorted(whole.tolist())
     assert batches.tolist() != whole.tolist()
-    last = episodes.eval_copies(task, "valid", 1, batch_size=8)
+    last = streams.eval_copies(task, "valid", 1, batch_size=8)
     assert last.lengths.tolist() == [6, 6, 0, 0, 0, 0, 0, 0]
-    assert episodes.num_batches(task.num_examples("valid"), 8) == 2
 
 
 def test_copied_words_are_uniform():
-    task = episodes.ReverseCopy(length=20, vocab_size=10)
-    words = np.asarray(episodes.make_copies(task, "train", jnp.arange(5000)).sources)[:, :-1]
+    task = streams.ReverseCopy(length=20, vocab_size=10)
+    words = np.asarray(streams.make_copies(task, "train", jnp.arange(5000)).sources)[:, :-1]
     counts = np.bincount(words.reshape(-1), minlength=10)
     assert counts.shape == (10,)
     assert np.abs(counts - 10_000).max() < 5 * 95  # 100,000 words, deviation 95.
@@ -164,4 +162,4 @@ def test_copied_words_are_uniform():
 
 def test_an_impossible_task_is_refused():
     with pytest.raises(errors.UsageError, match="length 0 must be at least 1"):
-        episodes.ReverseCopy(length=0)
+        streams.ReverseCopy(length=0)
