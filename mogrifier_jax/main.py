@@ -281,7 +281,7 @@ def tune() -> None:
     """Searches for the best settings of --config, or of dynamic evaluation of a trained run."""
     if _STUDY.value is None:
         raise errors.UsageError("--study is missing; give one, such as --study=appendix_a")
-    from mogrifier_jax.tuning import dynamic, worker
+    from mogrifier_jax.tuning import worker
 
     options: dict[str, Any] = dict(
         num_trials=_TRIALS.value,
@@ -291,7 +291,7 @@ def tune() -> None:
     )
     if _STUDY.value == "dyneval":
         check_eval()
-        dynamic.tune(_WORKDIR.value or "", FLAGS.eval, **options)
+        worker.tune_dyneval(_WORKDIR.value or "", FLAGS.eval, **options)
         return
     require_config()
     workdir = _WORKDIR.value or f"{default_workdir()}_tune"

@@ -13,6 +13,7 @@ import os
 import pathlib
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from absl import logging
 from optuna.trial import FrozenTrial, TrialState
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies
+from mogrifier_jax.tuning import studies
 
 BEAT_SECONDS = 15.0
 GRACE_SECONDS = 120.0  # Without a beat for so long, a worker counts as dead.
@@ -113,19 +114,19 @@ class Queue:
     """The trials of one study, as one worker sees them."""
 
     def __init__(self, study: optuna.Study, ranges: Mapping[str, studies.Range], target: int):
-        self.study, self.target = study, target
-        self._distributions = {
-            name: storages.distribution(limits) for name, limits in ranges.items()
-        }
+        self.study, self.target, self._sampler = study, target, study.sampler
+        self.name = study.study_name
+        self._distributions = {name: _distribution(limits) for name, limits in ranges.items()}
 
     def ask(self, count: int, shapes: Iterable[str] = ()) -> list[Trial]:
         """Up to `count` trials to run now; new ones share the `shapes` of the first."""
         self.take_over()
         asked: list[Trial] = []
-        sampler = self.study.sampler
         while len(asked) < count and (self.waiting() or len(self.counted()) < self.target):
-            if isinstance(sampler, storages.SeededSampler):
-                sampler.fixed = {name: asked[0].params[name] for name in shapes} if asked else {}
+            fixed = {name: asked[0].params[name] for name in shapes} if asked else {}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                self.study.sampler = optuna.samplers.PartialFixedSampler(fixed, self._sampler)
             trial = self.study.ask(self._distributions)
             if trial.number in self._surplus():
                 # Another worker asked at the same moment.
@@ -256,3 +257,54 @@ def is_stale(trial: FrozenTrial) -> bool:
 def _folder(number: int) -> str:
     """Of a trial, below the workdir of the study."""
     return f"trials/{number:04d}"
+
+
+def _distribution(limits: studies.Range) -> optuna.distributions.BaseDistribution:
+    """The limits in Optuna's terms."""
+    if limits.scale == "integer":
+        return optuna.distributions.IntDistribution(int(limits.low), int(limits.high))
+    return optuna.distributions.FloatDistribution(
+        limits.low, limits.high, log=limits.scale == "log"
+    )
+
+
+class SeededSampler(optuna.samplers.BaseSampler):
+    """A sampler whose draws follow from a seed and the number of the trial.
+
+    So workers that start together do not draw the same.
+    """
+
+    def __init__(self, name: str, seed: int):
+        self._name, self._seed = name, seed
+        self._sampler = _make_sampler(name, seed)
+
+    def before_trial(self, study, trial):
+        """Draws anew for each trial."""
+        self._sampler = _make_sampler(self._name, (self._seed << 20) % 2**32 ^ trial.number)
+        self._sampler.before_trial(study, trial)
+
+    def infer_relative_search_space(self, study, trial):
+        """By the sampler itself."""
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study, trial, search_space):
+        """By the sampler itself."""
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(self, study, trial, param_name, param_distribution):
+        """By the sampler itself."""
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(self, study, trial, state, values):
+        """By the sampler itself."""
+        self._sampler.after_trial(study, trial, state, values)
+
+
+def _make_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed)
+    if name == "tpe":
+        return optuna.samplers.TPESampler(
+            seed=seed, multivariate=True, constant_liar=True, warn_independent_sampling=False
+        )
+    return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)

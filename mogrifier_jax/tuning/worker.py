@@ -2,7 +2,9 @@
 
     python -m mogrifier_jax.main --mode=tune --config=experiments/ptb.py --study=appendix_a \
         --trials=100 --parallel=4 --workdir=runs/tune_ptb
+    python -m mogrifier_jax.main --mode=tune --study=dyneval --workdir=runs/ptb --parallel=8
 
+The first tunes training, the second dynamic evaluation of a run that is trained.
 Any number of workers may share a storage. `studies.py` says what is tuned, `trials.py` hands out
 suggestions, `report.py` tells what was found. The objective is the best validation cross-entropy,
 in nats per token. Trials of the same shape train in one program, others one by one, and what was
@@ -11,9 +13,9 @@ compiled is kept for the next trial of the same shape.
 
 import collections
 import contextlib
+import copy
 import json
 import os
-import pathlib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,15 +26,18 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
+from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import programs, progress, runs, train, workdirs
-from mogrifier_jax.tuning import report, storages, studies, trials, vizier
+from mogrifier_jax.tuning import report, storages, studies, trials
 
 POLL_SECONDS = 2.0  # Between looks at what other workers do.
 
 
 class Executor(Protocol):
     """Runs trials, and tells each of them how it went."""
+
+    unit: str  # In which their scores are read.
 
     def run(self, asked: Sequence[trials.Trial]) -> None:
         """All of them, together where that is possible."""
@@ -46,72 +51,59 @@ def tune(
     name: str,
     num_trials: int,
     parallel: int = 1,
-    storage: str | None = None,
-    sampler: str = "gp",
     prune: bool = False,
+    **where: Any,
 ) -> list[trials.Record]:
-    """Tunes the training of a config; `name` is what the experiment is called in the storage."""
+    """Tunes the training of a config; `name` is what the experiment is called in the storage.
+
+    `where` is the storage and the sampler, see `storages.open_queue`.
+    """
     check_numbers(num_trials, parallel)
     tuned = studies.load(study)
     studies.check(tuned)
-    name = f"{name}-{tuned.name}"
-    queue = open_queue(
+    queue = storages.open_queue(
         tuned,
         workdir,
-        name=name,
+        name=f"{name}-{tuned.name}",
         num_trials=num_trials,
-        storage=storage,
-        sampler=sampler,
         seed=config.seed,
         prune=config.schedule.turns if prune else None,
         config=plain_config(config),
+        **where,
     )
     training = Training(tuned, config, workdir, parallel)
-    work(queue, training, parallel, tuned.shapes)
-    report.write(name, queue.records(), tuned, workdir, unit=training.unit, config=config)
-    return queue.records()
+    return work(queue, training, tuned, workdir, parallel, config)
 
 
-def open_queue(
-    study: studies.Study,
-    workdir: str,
+def tune_dyneval(
+    trained: str,
+    options: config_dict.ConfigDict,
     *,
-    name: str,
     num_trials: int,
-    storage: str | None,
-    sampler: str,
-    seed: int,
-    prune: int | None = None,
-    **about: Any,
-) -> Any:
-    """The trials of a study in its storage; `prune` is the number of turns, None is never."""
-    about = {"study": study.to_json(), **about}
-    check_workdir(workdir, name)
-    os.makedirs(workdir, exist_ok=True)
-    queue: Any
-    if storage is not None and storage.startswith("vizier://"):
-        queue = vizier.VizierQueue(
-            storage,
-            name,
-            study.ranges,
-            num_trials,
-            workdir=workdir,
-            about=about,
-            prune=prune is not None,
-        )
-    else:
-        storages.check_sampler(sampler)
-        opened = storages.open_study(
-            storage or storages.default(workdir),
-            name,
-            about,
-            sampler=sampler,
-            seed=seed,
-            pruner=None if prune is None else storages.make_pruner(prune),
-        )
-        queue = trials.Queue(opened, study.ranges, num_trials)
-    workdirs.write_json(workdir, "study.json", {"name": name})
-    return queue
+    parallel: int = 1,
+    **where: Any,
+) -> list[trials.Record]:
+    """Tunes dynamic evaluation of a trained run on its validation set, in `dyneval_study` there.
+
+    `options` are those of evaluation. Trials that have the window in common run side by side, each
+    with its own adapting weights.
+    """
+    check_numbers(num_trials, parallel)
+    if not trained:
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
+    adapting = Adapting(trained, options)
+    tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
+    workdir = os.path.join(trained, "dyneval_study")
+    queue = storages.open_queue(
+        tuned,
+        workdir,
+        name=f"{os.path.basename(os.path.abspath(trained))}-{tuned.name}",
+        num_trials=num_trials,
+        seed=options.seed,
+        step=adapting.scorer.loaded.info["step"],
+        **where,
+    )
+    return work(queue, adapting, tuned, workdir, parallel)
 
 
 def check_numbers(num_trials: int, parallel: int) -> None:
@@ -126,22 +118,17 @@ def check_numbers(num_trials: int, parallel: int) -> None:
         )
 
 
-def check_workdir(workdir: str, name: str) -> None:
-    """Refuses the workdir of another study."""
-    path = pathlib.Path(workdir) / "study.json"
-    if path.exists():
-        there = workdirs.read_json(path, dict, "delete it, or use another --workdir").get("name")
-        if there != name:
-            raise errors.UsageError(
-                f"{workdir} belongs to the study {there!r}, this one is {name!r}; use another "
-                "--workdir"
-            )
-
-
-def work(queue: Any, executor: Executor, parallel: int, shapes: Sequence[str] = ()) -> None:
+def work(
+    queue: Any,
+    executor: Executor,
+    study: studies.Study,
+    workdir: str,
+    parallel: int,
+    config: config_dict.ConfigDict | None = None,
+) -> list[trials.Record]:
     """Runs trials until the study has all it wants, also those that other workers leave behind."""
     while True:
-        asked = queue.ask(parallel, shapes)
+        asked = queue.ask(parallel, study.shapes)
         if asked:
             logging.info("%s", describe_progress(queue))
             with queue.hold(asked):
@@ -149,8 +136,10 @@ def work(queue: Any, executor: Executor, parallel: int, shapes: Sequence[str] = 
         elif any(trial.outcome == "running" for trial in queue.records()):
             time.sleep(POLL_SECONDS)
         else:
-            logging.info("%s", describe_progress(queue))
-            return
+            break
+    logging.info("%s", describe_progress(queue))
+    report.write(queue.name, queue.records(), study, workdir, unit=executor.unit, config=config)
+    return queue.records()
 
 
 def describe_progress(queue: Any) -> str:
@@ -274,6 +263,45 @@ class Training:
             logging.warning("%s", outcome)
         else:
             trial.fail("diverged", str(outcome))
+
+
+class Adapting:
+    """Runs trials of dynamic evaluation; those of the same window at once."""
+
+    def __init__(self, trained: str, options: config_dict.ConfigDict):
+        self._trained, self._options = trained, options
+        self.scorer = methods.Scorer(trained, options)
+        self.unit = self.scorer.texts.unit
+        if "valid" not in self.scorer.texts.names:
+            raise errors.UsageError("settings are chosen on the validation set; drop --eval.text")
+
+    def run(self, asked: Sequence[trials.Trial]) -> None:
+        """Window by window."""
+        for window in dict.fromkeys(trial.params["window"] for trial in asked):
+            self._run_window(window, [t for t in asked if t.params["window"] == window])
+
+    def _run_window(self, window: int, asked: Sequence[trials.Trial]) -> None:
+        if self.scorer.options.dyneval.window != window:
+            options = copy.deepcopy(self._options)
+            with options.unlocked():
+                options.dyneval.window = window
+            self.scorer = methods.Scorer(self._trained, options)
+        scorer, options = self.scorer, self.scorer.options.dyneval
+        temperature = scorer.find_temperature(options.batch_size, window)
+        settings = [
+            dyneval.UpdateRule(*(t.params[name] for name in dyneval.UpdateRule._fields))
+            for t in asked
+        ]
+        title = f"{len(asked)} settings, window {window}"
+        outcomes = scorer.adapter("valid", len(settings))(
+            scorer.params, settings, temperature, title=title
+        )
+        for trial, outcome in zip(asked, outcomes, strict=True):
+            trial.note(temperature=temperature)
+            if outcome.diverged_at is None:
+                trial.finish(outcome.nats)
+            else:
+                trial.fail("diverged", methods.show_outcome(outcome))
 
 
 class Site:

@@ -22,7 +22,7 @@ from mogrifier_jax import errors, main
 from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, workdirs
-from mogrifier_jax.tuning import dynamic, report, storages, studies, trials, worker
+from mogrifier_jax.tuning import report, storages, studies, trials, worker
 from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -563,10 +563,10 @@ def test_dynamic_evaluation_is_tuned_on_a_trained_run(tuned):
     with settings.unlocked():
         settings.temperature = "saved"
         settings.dyneval.update(dict(batch_size=8, max_windows=2, parallel=2))
-    records = dynamic.tune(str(folder), settings, num_trials=2, parallel=2, sampler="random")
+    records = worker.tune_dyneval(str(folder), settings, num_trials=2, parallel=2, sampler="random")
     assert len({record.params["window"] for record in records}) == 1
     assert len({record.nats for record in records}) == 2
     text = (folder / "dyneval_study" / "report.md").read_text()
     assert "--mode=evaluate --eval.methods=dyneval --eval.dyneval.window=" in text
     with pytest.raises(errors.UsageError, match="--workdir is missing"):
-        dynamic.tune("", settings, num_trials=2)
+        worker.tune_dyneval("", settings, num_trials=2)
