@@ -4,7 +4,7 @@
 as often as the loops around it turn, a conditional as its dearest branch, a fusion by its own
 estimate. The TPU compiler writes `estimated_cycles` on what its cores compute; collectives and
 asynchronous copies carry none, so they are listed with their bytes instead. GPU compilers estimate
-nothing: there, time is the roofline of each kernel, from the counts of `flops.py`.
+nothing: there, time is the roofline of each kernel, from the counts of `hlo.py`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from mogrifier_jax.preflight import flops, hlo, targets
+from mogrifier_jax.preflight import hlo, targets
 
 COLLECTIVES = (
     "all-reduce",
@@ -184,9 +184,9 @@ class _Walk:
         return self.program.computations[i.called.get("calls") or i.called["to_apply"]]
 
     def _add(self, computation: hlo.Computation, i: hlo.Instruction, times: int) -> None:
-        moved = flops.traffic(self.program, computation, i)
+        moved = hlo.traffic(self.program, computation, i)
         if i.cycles is not None or moved:
-            dots = flops.dots(self.program, computation, i)
+            dots = hlo.dots(self.program, computation, i)
             count, single = sum(dot.flops for dot in dots), any(dot.single for dot in dots)
             row = (i.name, i.opcode, i.op_name, times, i.cycles, i.bytes, moved, count, single)
             self.costs.append(Cost(*row))

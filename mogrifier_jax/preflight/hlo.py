@@ -2,7 +2,8 @@
 
 `parse` turns the optimised HLO text of any backend into instructions grouped by computation;
 `trip_count` finds how often a loop runs by running the few integers its condition reads.
-`costs.py` adds up costs along the call graph that is read here.
+`dots` and `traffic` count the matmul FLOPs and the bytes of one instruction. `costs.py` adds up
+costs along the call graph that is read here.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-~]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-~]+) = ")
@@ -25,6 +27,18 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-~]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+_CONTRACTED = re.compile(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([\d,"]*)')
+_FREE = frozenset(
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
+        *("while", "conditional", "call", "partition-id", "replica-id", "opt-barrier"),
+    }
+)
+_VIEWS = frozenset({"bitcast", "reshape", "convert", "transpose", "copy"})
+# Copies in two halves are counted at the second, whose shape is the copy.
+_COPIED = frozenset({"copy-done", "slice-done", "dynamic-slice-done"})
+_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 
 # A loop that has not ended by then is treated as one of unknown length.
 MAX_TRIPS = 1_000_000
@@ -297,3 +311,80 @@ def _advance(program: Module, body: Computation, state: Value) -> Value:
         None if old is None else evaluate(name)
         for old, name in zip(state, body.root.operands, strict=True)
     )
+
+
+class Dot(NamedTuple):
+    """A matmul in a compiled program; `single` if its operands are float32."""
+
+    flops: int
+    single: bool
+
+
+def dots(program: Module, computation: Computation, i: Instruction) -> list[Dot]:
+    """Matmuls of one instruction: itself, those it fuses, or a library call."""
+    if i.opcode == "fusion":
+        inner = program.computations[i.called["calls"]]
+        return [dot for j in inner.instructions.values() for dot in dots(program, inner, j)]
+    found = _CONTRACTED.search(i.attributes)
+    if i.opcode not in ("dot", "custom-call") or not found:
+        return []
+    (lhs, *_), (out, *_) = (
+        arrays(computation.instructions[i.operands[0]].shape),
+        arrays(i.shape),
+    )
+    axes = [int(axis) for axis in found[1].replace('"', "").split(",") if axis]
+    return [Dot(2 * out.size * math.prod(lhs.dims[a] for a in axes), lhs.dtype == "f32")]
+
+
+def traffic(program: Module, computation: Computation, i: Instruction) -> int:
+    """Bytes one instruction reads and writes, counting only the touched part of what it slices."""
+    if i.opcode in _COPIED:
+        return 2 * i.bytes
+    if i.opcode in _FREE or i.opcode.endswith(("-start", "-done", "-update")):
+        return 0
+    if "AllocateBuffer" in i.attributes:
+        return 0
+    if i.opcode == "fusion":
+        inner = program.computations[i.called["calls"]]
+        return _read(inner) + _written(inner)
+    if i.opcode in _SLICES:
+        return 2 * i.bytes
+    if i.opcode == "dynamic-update-slice":
+        return 2 * computation.instructions[i.operands[1]].bytes
+    return i.bytes + sum(computation.instructions[o].bytes for o in i.operands)
+
+
+def _read(fused: Computation) -> int:
+    """Bytes a fusion reads: of a parameter that is only sliced, the slices."""
+    users: dict[str, list[Instruction]] = {}
+    for i in fused.instructions.values():
+        for operand in i.operands:
+            users.setdefault(operand, []).append(i)
+
+    def read(name: str) -> int:
+        total = 0
+        for user in users.get(name, []):
+            if user.opcode in _SLICES and user.operands[0] == name:
+                total += user.bytes
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:
+                continue  # Updated in place.
+            elif user.opcode in _VIEWS:
+                total += read(user.name)
+            else:
+                total += fused.instructions[name].bytes
+        return total
+
+    return sum(min(read(p.name), p.bytes) for p in fused.parameters.values())
+
+
+def _written(fused: Computation) -> int:
+    """Bytes a fusion writes: of an array updated in place, the update."""
+    results = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)
+    total = 0
+    for name in results:
+        i = origin = fused.instructions[name]
+        while origin.opcode in _VIEWS:
+            origin = fused.instructions[origin.operands[0]]
+        updated = origin.opcode == "dynamic-update-slice"
+        total += fused.instructions[origin.operands[1]].bytes if updated else i.bytes
+    return total

@@ -5,14 +5,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from mogrifier_jax.preflight import flops, hlo
+from mogrifier_jax.preflight import hlo, tracing
 
 B, N, K, T = 8, 16, 32, 6
 MATMUL = 2 * B * K * N
 
 
 def count(fn, *shapes):
-    return flops.of_jaxpr(jax.make_jaxpr(fn)(*[jnp.zeros(shape) for shape in shapes]))
+    return tracing.count_flops(jax.make_jaxpr(fn)(*[jnp.zeros(shape) for shape in shapes]))
 
 
 def scan(w, x):
@@ -109,16 +109,16 @@ def test_a_fusion_moves_only_what_it_touches():
     module = hlo.parse(FUSED)
     fusion = module.entry.instructions["f"]
     window = 64 * 256 * 2
-    assert flops.traffic(module, module.entry, fusion) == 256 * 256 * 2 + window + 4 + window
-    assert flops.dots(module, module.entry, fusion) == [(2 * 64 * 256 * 256, False)]
+    assert hlo.traffic(module, module.entry, fusion) == 256 * 256 * 2 + window + 4 + window
+    assert hlo.dots(module, module.entry, fusion) == [(2 * 64 * 256 * 256, False)]
 
 
 def test_library_matmuls_count():
     module = hlo.parse(FUSED)
     call = module.entry.instructions["lib"]
-    assert flops.dots(module, module.entry, call) == [(2 * 64 * 8 * 128, True)]
-    assert flops.traffic(module, module.entry, call) == 4 * (64 * 8 + 64 * 128 + 128 * 8) + 64
-    assert flops.traffic(module, module.entry, module.entry.instructions["a"]) == 0
+    assert hlo.dots(module, module.entry, call) == [(2 * 64 * 8 * 128, True)]
+    assert hlo.traffic(module, module.entry, call) == 4 * (64 * 8 + 64 * 128 + 128 * 8) + 64
+    assert hlo.traffic(module, module.entry, module.entry.instructions["a"]) == 0
 
 
 def test_compiled_and_traced_counts_agree():
@@ -130,5 +130,5 @@ def test_compiled_and_traced_counts_agree():
         if any("dot" in i.opcode for i in computation.instructions.values()):
             for i in computation.instructions.values():
                 if i.opcode == "dot":
-                    total += T * sum(d.flops for d in flops.dots(module, computation, i))
-    assert total == flops.of_jaxpr(jax.make_jaxpr(fn)(w, x)) == 3 * T * 2 * B * K * K
+                    total += T * sum(d.flops for d in hlo.dots(module, computation, i))
+    assert total == tracing.count_flops(jax.make_jaxpr(fn)(w, x)) == 3 * T * 2 * B * K * K

@@ -1,14 +1,16 @@
-"""Tasks without their text: the shapes and shardings of streams on chips that are not here.
+"""What is known before a program is compiled: tasks without their text, and counts of FLOPs.
 
-`estimates.py` compiles with them what `tasks.py` would feed. Corpora of known size need not be
-there at all.
+An abstract task has the shapes and shardings of streams on chips that are not here; `estimates.py`
+compiles with them what `tasks.py` would feed. Corpora of known size need not be there at all.
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -109,3 +111,57 @@ def find_size(section: Mapping[str, Any]) -> Size:
 def _smallest_dtype(vocab_size: int) -> Any:
     """As `Vocabulary.dtype`."""
     return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
+
+
+def count_flops(jaxpr: jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr) -> int:
+    """Matmul and convolution FLOPs of a traced function, loops and recomputation included.
+
+    The count is exact, and the same on every backend: compilers rewrite matmuls.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        inner = [count_flops(sub) for sub in _subjaxprs(params)]
+        if name == "dot_general":
+            total += _dot_general(equation)
+        elif name == "conv_general_dilated":
+            total += _convolution(equation)
+        elif name == "scan":
+            total += params["length"] * sum(inner)
+        elif name == "shard_map":
+            total += params["mesh"].size * sum(inner)  # The body is one shard's work.
+        elif name == "cond" and params.get("branches_platforms"):
+            total += min(inner)  # The same result on each platform; the work it needs anywhere.
+        elif name == "cond":
+            total += max(inner)
+        elif name == "while" and any(inner):
+            raise ValueError("a while loop with matmuls has no static FLOP count; use lax.scan")
+        else:
+            total += sum(inner)
+    return total
+
+
+def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Every jaxpr held by an equation's parameters."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
+                yield item
+
+
+def _dot_general(equation: jax.extend.core.JaxprEqn) -> int:
+    """Twice the products: every output element sums over the contracted axes."""
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    lhs, out = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    return 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
+
+
+def _convolution(equation: jax.extend.core.JaxprEqn) -> int:
+    """Twice the output size times the window and its input features."""
+    numbers = equation.params["dimension_numbers"]
+    kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
+    return 2 * math.prod(out) * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
