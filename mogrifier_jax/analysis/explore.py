@@ -25,7 +25,7 @@ from absl import logging
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gating, inspection
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.evaluation import pretrained, scoring, texts, trained
+from mogrifier_jax.evaluation import pretrained, scoring, trained
 from mogrifier_jax.nn import layers, models
 from mogrifier_jax.training import metrics, workdirs
 
@@ -83,11 +83,11 @@ def run(
     loaded = [pretrained.load_weights(folder) for folder in folders]
     runs = [trained.TrainedModel(each) for each in loaded]
     if path is not None:
-        text, source = texts.read_text(runs[0].vocabulary, path), str(path)
+        text, source = pretrained.read_text(runs[0].vocabulary, path), str(path)
     elif prompt is not None:
         text, source = prompt, "a prompt"
     else:
-        plan = texts.read_splits(loaded[0]).plan("valid", 1, window=length)
+        plan = pretrained.read_splits(loaded[0]).plan("valid", 1, window=length)
         window = plan.batch_at(plan.stream, jnp.int32(0))
         text = runs[0].vocabulary.decode(window.targets[0, : window.lengths[0]])
         source = f"the validation text of {runs[0].config.data.name}"
@@ -128,7 +128,7 @@ def make_page(
     data = {
         "source": source,
         "level": vocab.level,
-        "unit": texts.unit_of(runs[0].config.data.name, vocab.level),
+        "unit": pretrained.unit_of(runs[0].config.data.name, vocab.level),
         "words": [vocab.tokens[i] for i in words],
         "tokens": np.searchsorted(words, ids).tolist(),
         "eos": vocabulary.EOS,

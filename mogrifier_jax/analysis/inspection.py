@@ -18,7 +18,7 @@ from absl import logging
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gating, tables
 from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.evaluation import pretrained, scoring, texts
+from mogrifier_jax.evaluation import pretrained, scoring
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 from mogrifier_jax.training import workdirs as files
@@ -32,7 +32,7 @@ def open_split(
 ) -> tuple[pretrained.Pretrained, tasks.Plan]:
     """The best weights of a run, and a split of its corpus in stripes as training evaluates it."""
     loaded = pretrained.load_weights(workdir)
-    found = texts.read_splits(loaded, source_dir)
+    found = pretrained.read_splits(loaded, source_dir)
     if split not in found.names:
         raise errors.UsageError(f"split {split!r} is unknown; use {', '.join(found.names)}")
     lines = loaded.config.evaluation.lines_per_stripe

@@ -18,7 +18,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, pretrained, texts
+from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
@@ -38,7 +38,7 @@ class Scorer:
         self.loaded = pretrained.load_weights(folder, options.which, self.mesh)
         self.model, self.params = self.loaded.model, self.loaded.params
         if options.text:
-            self.texts = texts.read_file(self.loaded, options.text)
+            self.texts = pretrained.read_file(self.loaded, options.text)
             self.names = self.texts.names
         else:
             self.texts = self.splits
@@ -55,9 +55,9 @@ class Scorer:
         self.key = jax.random.key(options.seed)
 
     @functools.cached_property
-    def splits(self) -> texts.Texts:
+    def splits(self) -> pretrained.Texts:
         """The corpus of the run; not needed to score a file without adapting."""
-        return texts.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
+        return pretrained.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
 
     def deterministic(self) -> tuple[dict[str, Any], Score]:
         """No dropout, no adaptation."""

@@ -4,23 +4,33 @@
 
 Results are added to `evaluation.json` in the workdir, and the score of every token goes to
 `tokens/<method>_<text>.npz`. Several workdirs become Markdown, with the paper's rows beside
-theirs. `methods.py` scores, `texts.py` reads texts and scores.
+theirs. `methods.py` scores.
+
+A file of tokens is a compressed .npz with the arrays `tokens` [N] int32 and `nats` [N] float32, in
+the order of the text, and `about`, a JSON text that names the vocabulary by its digest. Several of
+them make an ensemble.
 """
 
+import hashlib
+import json
 import math
+import os
 import pathlib
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.evaluation import dyneval, methods, texts
+from mogrifier_jax.data import vocabulary
+from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, progress, workdirs
+from mogrifier_jax.training import evaluate, metrics, progress, workdirs
 
 # Rows of the table that have places of their own, or none.
 _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
@@ -47,13 +57,13 @@ def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[st
 
 def run_ensemble(paths: Sequence[str], output: str | None = None) -> dict[str, Any]:
     """Averages the probabilities in files of token scores and shows what comes out."""
-    scores, members, vocab = texts.ensemble(paths)
+    scores, members, vocab = ensemble(paths)
     nats = scores.mean()
     rows = [(str(path), _show_nats(member)) for path, member in zip(paths, members, strict=True)]
     rows.append(("ensemble", _show_nats(nats)))
     logging.info("\n%s", progress.table({f"ensemble of {len(paths)} files": rows}))
     if output:
-        texts.write_tokens(output, scores, vocab, ensemble=list(map(str, paths)))
+        write_tokens(output, scores, vocab, ensemble=list(map(str, paths)))
     return {"ensemble": list(map(str, paths)), "nats": nats, "members": members}
 
 
@@ -129,7 +139,7 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
     path = pathlib.Path(scorer.folder) / "tokens" / f"{method}_{name}.npz"
     about = {key: value for key, value in row.items() if key != "file"}
     if jax.process_index() == 0:
-        texts.write_tokens(path, scores, scorer.loaded.vocabulary, **about)
+        write_tokens(path, scores, scorer.loaded.vocabulary, **about)
     nats = methods.nats_of(result)
     if nats != nats:
         return row | {"nats": None, "tokens": len(scores.tokens), "file": str(path)}
@@ -283,3 +293,73 @@ def show(nats: float | None, unit: str) -> str:
     if nats is None or not math.isfinite(nats):
         return "diverged"
     return metrics.number(nats, unit)
+
+
+def write_tokens(
+    path: str | os.PathLike,
+    scores: evaluate.TokenScores,
+    vocab: vocabulary.Vocabulary | str,
+    **about: Any,
+) -> None:
+    """Writes a file of scores, whole or not at all; `vocab` may be its digest."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = vocab if isinstance(vocab, str) else digest_vocabulary(vocab)
+    with workdirs.replacing(path) as file:
+        np.savez_compressed(
+            file,
+            tokens=scores.tokens.astype(np.int32),
+            nats=scores.nats.astype(np.float32),
+            about=np.array(json.dumps({"vocabulary": digest, **about})),
+        )
+
+
+def read_tokens(path: str | os.PathLike) -> tuple[evaluate.TokenScores, dict[str, Any]]:
+    """The scores in a file and what it says about itself."""
+    if not pathlib.Path(path).is_file():
+        raise errors.UsageError(f"{path} does not exist; give .npz files of --mode=evaluate")
+    try:
+        # Opened here: a damaged file would be left open otherwise.
+        with open(path, "rb") as file, np.load(file) as arrays:
+            about = json.loads(str(arrays["about"]))
+            return evaluate.TokenScores(arrays["tokens"], arrays["nats"]), about
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise errors.UsageError(
+            f"{path} is not a file of token scores ({error}); give one of --mode=evaluate"
+        ) from error
+
+
+def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, list[float], str]:
+    """Averages the probabilities of each token; also the nats of each file, and the vocabulary.
+
+    Files of other tokens, or of another vocabulary, are refused.
+    """
+    if len(paths) < 2:
+        raise errors.UsageError(f"an ensemble of {len(paths)} files is none; give two or more")
+    (first, about), *others = (read_tokens(path) for path in paths)
+    log_p = -first.nats.astype(np.float64)
+    means = [first.mean()]
+    for path, (scores, described) in zip(paths[1:], others, strict=True):
+        if described["vocabulary"] != about["vocabulary"]:
+            _refuse(paths[0], path, "their vocabularies differ")
+        if len(scores.tokens) != len(first.tokens):
+            _refuse(paths[0], path, f"{len(first.tokens):,} and {len(scores.tokens):,} tokens")
+        different = np.flatnonzero(scores.tokens != first.tokens)
+        if len(different):
+            _refuse(paths[0], path, f"they differ first at token {different[0]:,}")
+        log_p = np.logaddexp(log_p, -scores.nats.astype(np.float64))
+        means.append(scores.mean())
+    nats = np.log(len(paths)) - log_p
+    return evaluate.TokenScores(first.tokens, nats.astype(np.float32)), means, about["vocabulary"]
+
+
+def digest_vocabulary(vocab: vocabulary.Vocabulary) -> str:
+    """Tells vocabularies apart."""
+    return hashlib.sha256(vocab.to_json().encode()).hexdigest()
+
+
+def _refuse(first, second, why: str) -> None:
+    raise errors.UsageError(
+        f"{first} and {second} score different texts: {why}; an ensemble needs files of the same "
+        "split, made with the same vocabulary"
+    )

@@ -12,7 +12,7 @@ from mogrifier_jax import errors, main, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.data.datasets import text as local_text
-from mogrifier_jax.evaluation import methods, pretrained, scoring, texts
+from mogrifier_jax.evaluation import methods, pretrained, scoring
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
 from mogrifier_jax.training.evaluate import TokenScores
 
@@ -122,7 +122,7 @@ def test_every_method_leaves_its_rows_and_tokens(workdir):
     assert found["dyneval", "valid"] < found["deterministic", "valid"] - 1e-4
     assert rows["mc_dyneval"]["samples"] == 2
     for method, row in rows.items():
-        scores, about = texts.read_tokens(row["file"])
+        scores, about = scoring.read_tokens(row["file"])
         assert scores.mean() == pytest.approx(row["nats"], rel=1e-6)
         assert about["method"] == method
     assert (workdir / "dyneval" / "statistics_B16_T4.npz").exists()
@@ -187,19 +187,19 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
     ids = np.array([1, 2, 3], np.int32)
     for name, nats in (("a", [1.0, 2.0, 3.0]), ("b", [2.0, 1.0, 3.0])):
         scores = TokenScores(ids, np.array(nats, np.float32))
-        texts.write_tokens(tmp_path / f"{name}.npz", scores, vocab)
+        scoring.write_tokens(tmp_path / f"{name}.npz", scores, vocab)
     paths = [str(tmp_path / f"{name}.npz") for name in "ab"]
     output = str(tmp_path / "both.npz")
     (result,) = scoring.run([], make_options(ensemble=",".join(paths), output=output))
     mixed = -np.log((np.exp(-1) + np.exp(-2)) / 2)
     assert result["nats"] == pytest.approx((2 * mixed + 3) / 3)
     assert result["nats"] < min(result["members"])
-    np.testing.assert_allclose(texts.read_tokens(output)[0].nats, [mixed, mixed, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(scoring.read_tokens(output)[0].nats, [mixed, mixed, 3.0], rtol=1e-6)
 
     other = TokenScores(np.array([1, 2, 4]), np.ones(3))
-    texts.write_tokens(tmp_path / "c.npz", other, vocab)
-    texts.write_tokens(tmp_path / "d.npz", TokenScores(ids[:2], np.ones(2)), vocab)
-    texts.write_tokens(tmp_path / "e.npz", TokenScores(ids, np.ones(3)), "another")
+    scoring.write_tokens(tmp_path / "c.npz", other, vocab)
+    scoring.write_tokens(tmp_path / "d.npz", TokenScores(ids[:2], np.ones(2)), vocab)
+    scoring.write_tokens(tmp_path / "e.npz", TokenScores(ids, np.ones(3)), "another")
     (tmp_path / "f.npz").write_text("not at all")
     for name, message in (
         ("c", "first at token 2"),
@@ -209,9 +209,9 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
         ("g", "does not exist"),
     ):
         with pytest.raises(errors.UsageError, match=message):
-            texts.ensemble([paths[0], tmp_path / f"{name}.npz"])
+            scoring.ensemble([paths[0], tmp_path / f"{name}.npz"])
     with pytest.raises(errors.UsageError, match="two or more"):
-        texts.ensemble(paths[:1])
+        scoring.ensemble(paths[:1])
 
 
 def fake_evaluation(name, corpus, model, params, unit, rows):
@@ -334,5 +334,5 @@ def test_no_workdir_is_said_clearly(tmp_path):
 
 
 def test_units_follow_the_corpus():
-    assert texts.unit_of("ptb_char", "word") == "bpc"
-    assert texts.unit_of("ptb", "word") == "ppl"
+    assert pretrained.unit_of("ptb_char", "word") == "bpc"
+    assert pretrained.unit_of("ptb", "word") == "ppl"
