@@ -7,29 +7,44 @@ After each window is scored, with g the gradient of its summed nats, elementwise
     θ ← θ - η g / (RMS + ε) + min(1, ρ RMS / m) (θ₀ - θ)
 
 where θ₀ are the trained weights, η, ρ, ε are `UpdateRule`, RMS is the root of the mean squared
-gradient over windows of the training text (`gradstats.py`) and m the mean of RMS over all
-weights. Adaptations differ in their settings or in their dropout masks; each has weights and a
+gradient over windows of the training text and m the mean of RMS over all weights. These statistics
+take a pass over much of the training text, so a workdir keeps them, with a digest of all that they
+follow from. Adaptations differ in their settings or in their dropout masks; each has weights and a
 state of its own. They lie over the mesh axis "data".
 """
 
 import functools
+import hashlib
 import math
+import os
+import pathlib
+import zipfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import gradstats, montecarlo
+from mogrifier_jax.evaluation import montecarlo
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import evaluate, leaves, workdirs
 
 BLOCK_BYTES = 1 << 31  # Memory of adaptations side by side, about, on each device.
+MAX_WINDOWS = 500  # Of the gradient statistics, as in the paper.
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
+
+
+class Statistics(NamedTuple):
+    """Of the gradients over the training text."""
+
+    rms: Any  # A tree like the weights.
+    mean: jax.Array  # m: the mean of `rms` over all weights.
+    losses: Any  # [windows]: mean over stripes of the summed nats.
 
 
 class UpdateRule(NamedTuple):
@@ -71,7 +86,7 @@ class DynamicEvaluation:
         self,
         model: Any,
         plan: tasks.Plan,
-        statistics: gradstats.Statistics,
+        statistics: Statistics,
         *,
         dropout: models.Dropout | None = None,
         parallel: int | None = None,
@@ -90,19 +105,11 @@ class DynamicEvaluation:
         self.parallel = parallel or max(1, BLOCK_BYTES // (COPIES * size)) * self._devices
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec("data"))
         self._chunk = min(chunk, plan.num_windows)
-        run = functools.partial(
-            adapt_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk
-        )
-        self._copies = jax.jit(
-            functools.partial(make_copies, model=model, plan=plan),
-            static_argnames="count",
-            out_shardings=self._sharding,
-        )
+        self._copies = jax.jit(self._copy, static_argnames="count", out_shardings=self._sharding)
         everywhere = mesh and NamedSharding(mesh, PartitionSpec())
+        in_place = (self._sharding, self._sharding)
         self._run = jax.jit(
-            run,
-            donate_argnames=("adapted", "carry"),
-            out_shardings=(everywhere, (self._sharding, self._sharding)),
+            self._adapt, donate_argnames="state", out_shardings=(everywhere, in_place)
         )
 
     def __call__(
@@ -164,14 +171,13 @@ class DynamicEvaluation:
         size = -(-count // self._devices) * self._devices
         # What only fills up the mesh repeats the first ones.
         order = np.arange(size) % count
-        settings, keys = jax.tree.map(lambda a: a[order], (settings, keys))
+        each = jax.tree.map(lambda a: a[order], (settings, keys))
         state = self._copies(params, count=size)
+        start = (params, self._statistics)
 
         def run(state, first, windows):
-            return self._run(
-                *(*state, params, self._statistics, self.plan.stream, first, windows),
-                *(settings, logit_scale, rates, keys),
-            )
+            stream = self.plan.stream
+            return self._run(state, start, stream, first, windows, each, logit_scale, rates)
 
         windows = evaluate.limit(self.plan, max_windows)
         nats, state = evaluate.drive(run, state, self.targets, windows, self._chunk, title)
@@ -183,61 +189,42 @@ class DynamicEvaluation:
         diverged_at = None if finite.all() else int(np.argmin(finite))
         return Outcome(self.targets.in_order(nats[:diverged_at]), diverged_at)
 
+    def _copy(self, params, *, count):
+        """Weights and zero carries of so many adaptations."""
+        zeros = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
+        return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), (params, zeros))
+
+    def _adapt(self, state, start, stream, first, count, each, logit_scale, rates):
+        """Nats [W, A, B, T] of `count` windows, and the weights and carries [A, ...] after them.
+
+        `start` are the trained weights and the statistics, `each` the settings and keys [A].
+        """
+        params, statistics = start
+
+        def score(state, batch, index):
+            def one(adapted, carry, setting, key):
+                def loss_fn(adapted):
+                    variables, rngs = (
+                        {"params": adapted},
+                        {"dropout": jax.random.fold_in(key, index)},
+                    )
+                    nats, end = self.model.apply(
+                        variables, batch, carry, rates, logit_scale, rngs=rngs, method="batch_nats"
+                    )
+                    return nats.sum(1).mean(), (nats, end)
+
+                grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
+                return update_weights(adapted, params, grads, statistics, setting), end, nats
+
+            adapted, carry, nats = side_by_side(one, *state, *each)
+            return (adapted, carry), nats
+
+        batch_at = functools.partial(self.plan.batch_at, stream)
+        return evaluate.over_windows(score, state, batch_at, first, count, self._chunk)
+
     def _blocks(self, count: int) -> list[range]:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
         return [range(i * size, min(count, (i + 1) * size)) for i in range(num_blocks)]
-
-
-def make_copies(params, *, count, model, plan):
-    """Weights and zero carries of so many adaptations."""
-    zeros = model.zero_carry(plan.batch_size) if plan.carries else ()
-    return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), (params, zeros))
-
-
-def adapt_windows(
-    adapted,
-    carry,
-    params,
-    statistics,
-    stream,
-    first,
-    count,
-    settings,
-    logit_scale,
-    rates,
-    keys,
-    *,
-    model,
-    batch_at,
-    chunk,
-):
-    """Nats [W, A, B, T] of `count` windows, and the weights and carries [A, ...] after them."""
-
-    def score(state, batch, index):
-        def one(adapted, carry, setting, key):
-            def loss_fn(adapted):
-                rngs = {"dropout": jax.random.fold_in(key, index)}
-                nats, end = model.apply(
-                    {"params": adapted},
-                    batch,
-                    carry,
-                    rates,
-                    logit_scale,
-                    rngs=rngs,
-                    method="batch_nats",
-                )
-                return nats.sum(1).mean(), (nats, end)
-
-            grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
-            return update_weights(adapted, params, grads, statistics, setting), end, nats
-
-        adapted, carry, nats = side_by_side(one, *state, settings, keys)
-        return (adapted, carry), nats
-
-    state = (adapted, carry)
-    return evaluate.over_windows(
-        score, state, lambda index: batch_at(stream, index), first, count, chunk
-    )
 
 
 def side_by_side(one, *args):
@@ -248,7 +235,7 @@ def side_by_side(one, *args):
     return jax.tree.map(lambda a: a[None], alone)
 
 
-def update_weights(adapted, params, grads, statistics: gradstats.Statistics, setting: UpdateRule):
+def update_weights(adapted, params, grads, statistics: Statistics, setting: UpdateRule):
     """The rule at the top of this module."""
 
     def update(theta, start, g, rms):
@@ -267,3 +254,126 @@ def stack_settings(settings: Sequence[UpdateRule]) -> UpdateRule:
                 "rate must be at least 0, epsilon above 0"
             )
     return UpdateRule(*(jnp.asarray(column, jnp.float32) for column in zip(*settings, strict=True)))
+
+
+def gradient_statistics(
+    model: Any,
+    params: Any,
+    plan: tasks.Plan,
+    *,
+    max_windows: int = MAX_WINDOWS,
+    chunk: int = 16,
+    title: str = "",
+) -> Statistics:
+    """Root mean squares of the gradients of up to `max_windows` windows; no weight changes."""
+    windows = min(plan.num_windows, max_windows)
+    if windows < 1:
+        raise errors.UsageError(f"statistics over {windows} windows are undefined; take 1 or more")
+    step = jax.jit(
+        functools.partial(
+            square_gradients, model=model, batch_at=plan.batch_at, chunk=min(chunk, windows)
+        ),
+        donate_argnames="state",
+    )
+
+    def run(state, first, count):
+        return step(params, state, plan.stream, first, count)
+
+    state = jax.tree.map(jnp.zeros_like, params), evaluate.zero_carry(model, plan)
+    losses = []
+    for found, after in evaluate.dispatches(run, state, windows, min(chunk, windows), title):
+        losses.append(np.asarray(found))
+        state = after
+    rms, mean = _to_rms(state[0], windows)
+    return Statistics(rms, mean, np.concatenate(losses)[:windows])
+
+
+def square_gradients(params, state, stream, first, count, *, model, batch_at, chunk):
+    """Losses [W] of `count` windows, and the state: summed squared gradients and the carry."""
+    lengths = batch_at(stream, 0).lengths
+    stripes = None if lengths is None else jnp.sum(lengths > 0)  # Others only fill up the mesh.
+
+    def loss_fn(params, batch, carry):
+        nats, carry = model.apply({"params": params}, batch, carry, method="batch_nats")
+        return nats.sum() / (nats.shape[0] if stripes is None else stripes), carry
+
+    def score(state, batch, index):
+        del index
+        squares, carry = state
+        (loss, carry), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, carry)
+        squares = jax.tree.map(lambda s, g: s + jnp.square(g), squares, grads)
+        return (squares, carry), loss
+
+    return evaluate.over_windows(
+        score, state, lambda index: batch_at(stream, index), first, count, chunk
+    )
+
+
+@jax.jit
+def _to_rms(squares, windows):
+    rms = jax.tree.map(lambda s: jnp.sqrt(s / windows), squares)
+    leaves = jax.tree.leaves(rms)
+    return rms, sum(leaf.sum() for leaf in leaves) / sum(leaf.size for leaf in leaves)
+
+
+def cached_statistics(
+    workdir: str | os.PathLike,
+    step: int,
+    model: Any,
+    params: Any,
+    plan: tasks.Plan,
+    *,
+    max_windows: int = MAX_WINDOWS,
+    title: str = "",
+) -> Statistics:
+    """`gradient_statistics` from the workdir, or computed and kept there for the next time."""
+    if jax.process_count() > 1:
+        # Whether to compute must not depend on what each host sees of a file.
+        return gradient_statistics(model, params, plan, max_windows=max_windows, title=title)
+    batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
+    path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
+    digest = _digest((params, plan.stream), step, batch, window, max_windows)
+    found = _read(path, digest, params)
+    if found is None:
+        found = gradient_statistics(model, params, plan, max_windows=max_windows, title=title)
+        _write(path, digest, found)
+    return found
+
+
+def _read(path: pathlib.Path, digest: str, params: Any) -> Statistics | None:
+    if not path.exists():
+        return None
+    try:
+        # Opened here: a damaged file would be left open otherwise.
+        with path.open("rb") as file, np.load(file) as arrays:
+            if str(arrays["digest"]) == digest:
+                rms = [arrays[f"rms.{name}"] for name in leaves.name_leaves(params)]
+                rms = jax.tree.unflatten(jax.tree.structure(params), map(jnp.asarray, rms))
+                logging.info("gradient statistics are those in %s", path)
+                return Statistics(rms, jnp.asarray(arrays["mean"]), arrays["losses"])
+        logging.info("%s is of other weights or of another text; it is made again", path)
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        logging.warning("%s cannot be read (%s); it is made again", path, error)
+    return None
+
+
+def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rms = {f"rms.{name}": np.asarray(a) for name, a in leaves.name_leaves(statistics.rms).items()}
+    with workdirs.replacing(path) as file:
+        np.savez(
+            file,
+            digest=np.array(digest),
+            mean=np.asarray(statistics.mean),
+            losses=statistics.losses,
+            **rms,  # type: ignore[arg-type]
+        )
+
+
+def _digest(tree: Any, *numbers: int) -> str:
+    """Tells weights, texts and sizes apart."""
+    digest = hashlib.sha256(repr(numbers).encode())
+    for name, array in leaves.to_arrays(tree).items():
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.asarray(array).tobytes())
+    return digest.hexdigest()

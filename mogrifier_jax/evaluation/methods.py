@@ -18,7 +18,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import dyneval, gradstats, montecarlo, pretrained
+from mogrifier_jax.evaluation import dyneval, montecarlo, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
@@ -174,10 +174,10 @@ class Scorer:
         )
 
     @functools.cached_property
-    def statistics(self) -> gradstats.Statistics:
+    def statistics(self) -> Any:
         """Of the gradients over the training text."""
         options = self.options.dyneval
-        return gradstats.cached_statistics(
+        return dyneval.cached_statistics(
             *(self.folder, self.loaded.info["step"], self.model, self.params),
             self.splits.plan("train", options.batch_size, window=options.window, mesh=self.mesh),
             max_windows=options.max_windows,

@@ -118,15 +118,14 @@ class MonteCarlo:
         self._samples = samples
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
         weights = np.arange(self.num_blocks * self.block_size) < samples
-        self._weights = self._place(jnp.asarray(weights / samples, jnp.float32))
-        self._keys = self._place(sample_keys(key, self.num_blocks * self.block_size))
-        self._chunk = min(chunk, plan.num_windows)
-        run = functools.partial(
-            sample_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk, average=average
+        self._blocks = (
+            self._place(sample_keys(key, self.num_blocks * self.block_size)),
+            self._place(jnp.asarray(weights / samples, jnp.float32)),
         )
+        self._average, self._chunk = average, min(chunk, plan.num_windows)
         everywhere = mesh and NamedSharding(mesh, PartitionSpec())
         self._run = jax.jit(
-            run, donate_argnames="carry", out_shardings=(everywhere, self._sharding)
+            self._windows, donate_argnames="carry", out_shardings=(everywhere, self._sharding)
         )
 
     def __call__(
@@ -144,65 +143,50 @@ class MonteCarlo:
         carry = jax.tree.map(lambda a: self._place(jnp.zeros((count, *a.shape), a.dtype)), zeros)
 
         def run(carry, first, windows):
-            return self._run(
-                *(params, self.plan.stream, carry, first, windows),
-                *(logit_scale, rates, self._keys, self._weights),
-            )
+            stream, blocks = self.plan.stream, self._blocks
+            return self._run(params, stream, carry, first, windows, logit_scale, rates, blocks)
 
         windows = evaluate.limit(self.plan, max_windows)
         nats = evaluate.drive(run, carry, self.targets, windows, self._chunk, title)[0]
         return self.targets.in_order(nats)
 
+    def _windows(self, params, stream, carry, first, count, logit_scale, rates, blocks):
+        """Nats [W, B, T] of the average of all samples, and the carry [K, M, B, ...] of each.
+
+        `blocks` are the keys and the weights of the samples, [K, M].
+        """
+        average, model = self._average, self.model
+        method = log_probabilities if average.whole else "batch_nats"
+
+        def score(carry, batch, index):
+            def one(carry, key):
+                rngs = {"dropout": jax.random.fold_in(key, index)}
+                found, carry = model.apply(
+                    {"params": params}, batch, carry, rates, logit_scale, rngs=rngs, method=method
+                )
+                return carry, found if average.whole else -found[..., None]
+
+            def block(total, inputs):
+                carry, keys, weights = inputs
+                carry, log_p = jax.vmap(one)(carry, keys)
+                return average.add(total, log_p, weights), carry
+
+            width = model.vocab_size if average.whole else 1
+            total = average.start((*batch.targets.shape, width))
+            total, carry = jax.lax.scan(block, total, (carry, *blocks))
+            nats = average.nats(total, batch.targets)
+            if batch.lengths is not None:
+                steps = jnp.arange(nats.shape[1])[None]
+                nats = jnp.where(steps < batch.lengths[:, None], nats, 0.0)
+            return carry, nats
+
+        batch_at = functools.partial(self.plan.batch_at, stream)
+        return evaluate.over_windows(score, carry, batch_at, first, count, self._chunk)
+
     def _place(self, array: jax.Array) -> jax.Array:
         """[K * M, ...] to [K, M, ...], each block over the devices."""
         array = array.reshape(self.num_blocks, self.block_size, *array.shape[1:])
         return array if self._sharding is None else jax.device_put(array, self._sharding)
-
-
-def sample_windows(
-    params,
-    stream,
-    carry,
-    first,
-    count,
-    logit_scale,
-    rates,
-    keys,
-    weights,
-    *,
-    model,
-    batch_at,
-    chunk,
-    average,
-):
-    """Nats [W, B, T] of the average of all samples, and the carry [K, M, B, ...] of each."""
-    method = log_probabilities if average.whole else "batch_nats"
-
-    def score(carry, batch, index):
-        def one(carry, key):
-            rngs = {"dropout": jax.random.fold_in(key, index)}
-            found, carry = model.apply(
-                {"params": params}, batch, carry, rates, logit_scale, rngs=rngs, method=method
-            )
-            return carry, found if average.whole else -found[..., None]
-
-        def block(total, inputs):
-            carry, keys, weights = inputs
-            carry, log_p = jax.vmap(one)(carry, keys)
-            return average.add(total, log_p, weights), carry
-
-        width = model.vocab_size if average.whole else 1
-        total = average.start((*batch.targets.shape, width))
-        total, carry = jax.lax.scan(block, total, (carry, keys, weights))
-        nats = average.nats(total, batch.targets)
-        if batch.lengths is not None:
-            steps = jnp.arange(nats.shape[1])[None]
-            nats = jnp.where(steps < batch.lengths[:, None], nats, 0.0)
-        return carry, nats
-
-    return evaluate.over_windows(
-        score, carry, lambda index: batch_at(stream, index), first, count, chunk
-    )
 
 
 def log_probabilities(model, batch, carry, rates, logit_scale):
