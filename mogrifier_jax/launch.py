@@ -71,13 +71,11 @@ class Launcher:
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(self._devices)}
         environment.setdefault("NPROC", str(max(4, 2 * self._devices)))  # Fewer threads deadlock.
         address = f"127.0.0.1:{_free_port()}"
+        command = [sys.executable, "-m", "mogrifier_jax.main", *flags]
+        command += [f"--coordinator={address}", f"--num_processes={self._count}"]
         self._running = [
             subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "mogrifier_jax.main", *flags),
-                    *(f"--coordinator={address}", f"--num_processes={self._count}"),
-                    f"--process_id={process}",
-                ],
+                [*command, f"--process_id={process}"],
                 env=environment,
                 process_group=0,  # Ctrl-C on a terminal is for the launcher, which passes it on.
             )

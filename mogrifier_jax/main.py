@@ -23,10 +23,7 @@ from mogrifier_jax import configs, errors
 from mogrifier_jax.configs import COUNT, SEED, Key
 
 FLAGS = flags.FLAGS
-MODES = (
-    *("train", "evaluate", "sample", "export", "preflight", "sweep", "inspect", "explore"),
-    *("tune", "config"),
-)
+MODES = "train evaluate sample export preflight sweep inspect explore tune config".split()
 # What a missing module belongs to: the package alone is enough for the cells.
 EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),

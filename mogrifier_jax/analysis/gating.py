@@ -311,11 +311,6 @@ def positions(tokens: np.ndarray, eos_id: int) -> np.ndarray:
     return places - starts[np.searchsorted(starts, places, side="right") - 1]
 
 
-def after_surprise(nats: np.ndarray, edges: Sequence[float] = SURPRISES) -> list[dict[str, Any]]:
-    """Mean loss of a token by the loss of the token before it."""
-    return group(nats[:-1], nats[1:], edges)
-
-
 def recovery(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES[1:]) -> list[dict[str, Any]]:
     """Mean loss at t + 1 given a loss above x at t (the test of arXiv:1609.07959)."""
     before, after = np.asarray(nats[:-1], np.float64), np.asarray(nats[1:], np.float64)
@@ -338,11 +333,6 @@ def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[di
         chosen = nats[(keys >= low) & (keys < high)]
         rows.append({"from": low, "below": high, **_describe(chosen)})
     return rows
-
-
-def compare(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[float]:
-    """By how many nats the loss of the first is above that of the second, row by row."""
-    return [a["nats"] - b["nats"] for a, b in zip(one, other, strict=True)]
 
 
 def _describe(nats: np.ndarray) -> dict[str, Any]:

@@ -10,14 +10,14 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gating, tables
-from mogrifier_jax.data import corpora, tasks
+from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import pretrained, scoring
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -27,43 +27,51 @@ NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}
 GATES = ("f", "i", "o")
 
 
-def open_split(
-    workdir: str | os.PathLike, split: str, source_dir: str | None = None
-) -> tuple[pretrained.Pretrained, tasks.Plan]:
-    """The best weights of a run, and a split of its corpus in stripes as training evaluates it."""
+class Opened(NamedTuple):
+    """The best weights of a run, and the splits of its corpus."""
+
+    loaded: pretrained.Pretrained
+    texts: pretrained.Texts
+
+    def plan(self, split: str) -> tasks.Plan:
+        """A split in stripes, as training evaluates it."""
+        if split not in self.texts.names:
+            known = ", ".join(self.texts.names)
+            raise errors.UsageError(f"split {split!r} is unknown; use {known}")
+        config = self.loaded.config
+        lines = config.evaluation.lines_per_stripe
+        stripes = evaluate.num_stripes(self.texts, split, config.data.batch_size, lines)
+        return self.texts.plan(split, stripes, window=config.data.window)
+
+    def gates(self, split: str, max_windows: int | None = None) -> gating.GateReport:
+        """Gate statistics of the weights on a split."""
+        read = gating.GateAnalysis(self.loaded.model, self.plan(split))
+        return read(self.loaded.params, max_windows=max_windows, title=split)
+
+    def scores(self, split: str, max_windows: int | None = None) -> evaluate.TokenScores:
+        """The nats of every token of a split."""
+        run = evaluate.Deterministic(self.loaded.model, self.plan(split))
+        return run(self.loaded.params, self.loaded.temperature or 1.0, max_windows, split)
+
+
+def open_run(workdir: str | os.PathLike, source_dir: str | None = None) -> Opened:
+    """Loads the weights and reads the corpus."""
     loaded = pretrained.load_weights(workdir)
-    found = pretrained.read_splits(loaded, source_dir)
-    if split not in found.names:
-        raise errors.UsageError(f"split {split!r} is unknown; use {', '.join(found.names)}")
-    lines = loaded.config.evaluation.lines_per_stripe
-    stripes = evaluate.num_stripes(found, split, loaded.config.data.batch_size, lines)
-    return loaded, found.plan(split, stripes, window=loaded.config.data.window)
+    return Opened(loaded, pretrained.read_splits(loaded, source_dir))
 
 
 def read_gates(
-    workdir: str | os.PathLike,
-    split: str = "valid",
-    *,
-    max_windows: int | None = None,
-    source_dir: str | None = None,
+    workdir: str | os.PathLike, split: str = "valid", *, max_windows: int | None = None
 ) -> gating.GateReport:
     """Gate statistics of the best weights of a run on a split of its corpus."""
-    loaded, plan = open_split(workdir, split, source_dir)
-    read = gating.GateAnalysis(loaded.model, plan)
-    return read(loaded.params, max_windows=max_windows, title=split)
+    return open_run(workdir).gates(split, max_windows)
 
 
 def read_scores(
-    workdir: str | os.PathLike,
-    split: str = "valid",
-    *,
-    max_windows: int | None = None,
-    source_dir: str | None = None,
+    workdir: str | os.PathLike, split: str = "valid", *, max_windows: int | None = None
 ) -> evaluate.TokenScores:
     """The nats of every token of a split under the best weights of a run."""
-    loaded, plan = open_split(workdir, split, source_dir)
-    run = evaluate.Deterministic(loaded.model, plan)
-    return run(loaded.params, loaded.temperature or 1.0, max_windows, split)
+    return open_run(workdir).scores(split, max_windows)
 
 
 def run(
@@ -101,17 +109,16 @@ def run(
 
 def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str, list[dict]]]:
     """The name of a run's model, and its rows by kind of table."""
-    loaded = pretrained.load_weights(workdir)
-    config, vocab = loaded.config, loaded.vocabulary
+    opened = open_run(workdir)
+    config, vocab = opened.loaded.config, opened.loaded.vocabulary
     if config.data.get("episodic"):
         raise errors.UsageError(f"{workdir} models lines that stand alone; inspect one of a stream")
-    model = scoring.describe_run(config, sum(models.count_parameters(loaded.model).values()))[
-        "model"
-    ]
-    gates = read_gates(workdir, max_windows=max_windows).rows()
-    scores = read_scores(workdir, max_windows=max_windows)
-    corpus = corpora.load_corpus(config.data.name, **tasks.corpus_options(config.data))
-    counts = gating.count_tokens(corpus.train.tokens, len(vocab))
+    num_params = sum(models.count_parameters(opened.loaded.model).values())
+    model = scoring.describe_run(config, num_params)["model"]
+    gates = opened.gates("valid", max_windows).rows()
+    scores = opened.scores("valid", max_windows)
+    train = np.asarray(opened.plan("train").stream.tokens)
+    counts = gating.count_tokens(train, len(vocab))
     return NAMES.get(model, model), {
         "gates": [row for row in gates if row["gate"] in GATES],
         "rounds": [row for row in gates if row["gate"] not in (*GATES, "j", "c")],

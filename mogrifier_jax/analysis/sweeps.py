@@ -85,12 +85,10 @@ class Sweep:
     def command(self, job: Job) -> list[str]:
         """The command line of one run."""
         overrides = {**self.overrides, "seed": job.seed}
-        return [
-            *(sys.executable, "-m", "mogrifier_jax.main"),
-            f"--config={self.path}:{self.full_variant(job.variant)}",
-            *(f"--config.{key}={value}" for key, value in overrides.items()),
-            f"--workdir={job.folder}",
-        ]
+        config = f"--config={self.path}:{self.full_variant(job.variant)}"
+        keys = [f"--config.{key}={value}" for key, value in overrides.items()]
+        program = [sys.executable, "-m", "mogrifier_jax.main"]
+        return [*program, config, *keys, f"--workdir={job.folder}"]
 
 
 def run_folder(workdir: str | os.PathLike, variant: str, seed: int) -> pathlib.Path:

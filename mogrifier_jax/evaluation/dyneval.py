@@ -263,7 +263,7 @@ def gradient_statistics(
     *,
     max_windows: int = MAX_WINDOWS,
     chunk: int = 16,
-    title: str = "",
+    title: str = "gradient statistics",
 ) -> Statistics:
     """Root mean squares of the gradients of up to `max_windows` windows; no weight changes."""
     windows = min(plan.num_windows, max_windows)
@@ -324,18 +324,17 @@ def cached_statistics(
     plan: tasks.Plan,
     *,
     max_windows: int = MAX_WINDOWS,
-    title: str = "",
 ) -> Statistics:
     """`gradient_statistics` from the workdir, or computed and kept there for the next time."""
     if jax.process_count() > 1:
         # Whether to compute must not depend on what each host sees of a file.
-        return gradient_statistics(model, params, plan, max_windows=max_windows, title=title)
+        return gradient_statistics(model, params, plan, max_windows=max_windows)
     batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
     path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
     digest = _digest((params, plan.stream), step, batch, window, max_windows)
     found = _read(path, digest, params)
     if found is None:
-        found = gradient_statistics(model, params, plan, max_windows=max_windows, title=title)
+        found = gradient_statistics(model, params, plan, max_windows=max_windows)
         _write(path, digest, found)
     return found
 

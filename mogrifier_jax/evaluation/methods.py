@@ -109,9 +109,9 @@ class Scorer:
 
         @functools.cache
         def score(name, multiplier, temperature):
-            return self.adapter(name, self.options.samples, self.dropout).sample(
-                *(self.params, setting, self.key, self.options.samples, temperature, multiplier),
-                title=f"mc_dyneval {name}",
+            samples, title = self.options.samples, f"mc_dyneval {name}"
+            return self.adapter(name, samples, self.dropout).sample(
+                self.params, setting, self.key, samples, temperature, multiplier, title=title
             )
 
         multiplier, temperature = self.choose_multiplier(options.batch_size, options.window, score)
@@ -155,7 +155,9 @@ class Scorer:
     def sampler(self, plan: tasks.Plan) -> montecarlo.MonteCarlo:
         """Monte-Carlo dropout as the options say."""
         return montecarlo.MonteCarlo(
-            *(self.model, plan, self.dropout),
+            self.model,
+            plan,
+            self.dropout,
             key=self.key,
             samples=self.options.samples,
             average=montecarlo.make_average(self.options.average, self.options.power),
@@ -165,23 +167,21 @@ class Scorer:
 
     def adapter(self, name: str, count: int, dropout: models.Dropout | None = None):
         """Dynamic evaluation of a text, in one stream, by so many adaptations."""
-        options = self.options.dyneval
+        plan = self.texts.plan(name, 1, window=self.options.dyneval.window)
+        parallel, mesh = self.options.dyneval.parallel, self.share(count)
         return dyneval.DynamicEvaluation(
-            *(self.model, self.texts.plan(name, 1, window=options.window), self.statistics),
-            dropout=dropout,
-            parallel=options.parallel,
-            mesh=self.share(count),
+            self.model, plan, self.statistics, dropout=dropout, parallel=parallel, mesh=mesh
         )
 
     @functools.cached_property
     def statistics(self) -> Any:
         """Of the gradients over the training text."""
         options = self.options.dyneval
+        size, window, most = options.batch_size, options.window, options.max_windows
+        plan = self.splits.plan("train", size, window=window, mesh=self.mesh)
+        step = self.loaded.info["step"]
         return dyneval.cached_statistics(
-            *(self.folder, self.loaded.info["step"], self.model, self.params),
-            self.splits.plan("train", options.batch_size, window=options.window, mesh=self.mesh),
-            max_windows=options.max_windows,
-            title="gradient statistics",
+            self.folder, step, self.model, self.params, plan, max_windows=most
         )
 
     def find_temperature(
@@ -245,10 +245,8 @@ class Scorer:
         self.require_validation("multipliers")
         nats = [nats_of(score("valid", *candidate)) for candidate in found]
         for (multiplier, temperature), value in zip(found, nats, strict=True):
-            logging.info(
-                "dropout times %g, temperature %g: %.4f nats on validation",
-                *(multiplier, temperature, value),
-            )
+            made = f"dropout times {multiplier:g}, temperature {temperature:g}"
+            logging.info("%s: %.4f nats on validation", made, value)
         return found[best_of(nats)]
 
     def choose_setting(self, temperature: float):

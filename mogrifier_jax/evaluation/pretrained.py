@@ -72,15 +72,12 @@ def load_weights(
             "evaluation; wait for it, or start the run again if it was stopped"
         )
     if results is not None and which == "best" and results.get("step") != restored.step:
-        logging.warning(
-            "%s was left by a best checkpoint of step %s, and that of step %d is used",
-            *(pathlib.Path(workdir) / "results.json", results.get("step"), restored.step),
-        )
+        left = f"{pathlib.Path(workdir) / 'results.json'} was left by a best checkpoint of step"
+        step = results.get("step")
+        logging.warning("%s %s, and that of step %d is used", left, step, restored.step)
     if not finished:
-        logging.info(
-            "the run in %s has not ended; using its %s checkpoint so far, of step %d of %d",
-            *(workdir, which, restored.step, total),
-        )
+        used = f"its {which} checkpoint so far, of step {restored.step} of {total}"
+        logging.info("the run in %s has not ended; using %s", workdir, used)
     return Pretrained(
         config=config,
         model=model,
@@ -268,10 +265,11 @@ def read_file(loaded: Pretrained, path: str | os.PathLike) -> Texts:
     unknown = int((split.tokens == vocab.unknown_id).sum())
     if unknown:
         some = vocab.find_unknown(read_text(vocab, path))
+        listed = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
+        total, share = len(split.tokens), f"{unknown / len(split.tokens):.2%}"
         logging.warning(
-            "%s: %d of %d tokens (%.2f%%) are not in the vocabulary, %d different ones: %s",
-            *(path, unknown, len(split.tokens), 100 * unknown / len(split.tokens), len(some)),
-            ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else ""),
+            f"{path}: {unknown} of {total} tokens ({share}) are not in the vocabulary, "
+            f"{len(some)} different ones: {listed}"
         )
     plan = functools.partial(tasks.plan_text, split, vocab.eos_id)
     unit = unit_of(config.data.name, vocab.level)

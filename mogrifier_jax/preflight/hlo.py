@@ -30,10 +30,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 _CONTRACTED = re.compile(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([\d,"]*)')
 _FREE = frozenset(
-    {
-        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota"),
-        *("while", "conditional", "call", "partition-id", "replica-id", "opt-barrier"),
-    }
+    "parameter constant tuple get-tuple-element bitcast after-all iota while conditional call "
+    "partition-id replica-id opt-barrier".split()
 )
 _VIEWS = frozenset({"bitcast", "reshape", "convert", "transpose", "copy"})
 # Copies in two halves are counted at the second, whose shape is the copy.

@@ -28,10 +28,8 @@ from mogrifier_jax.nn import models
 
 SCALES = ("linear", "log", "integer")
 # Traced numbers: trials that differ in nothing else run in the same program.
-TRACED = (
-    *("optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"),
-    *(f"dropout.{name}" for name in models.Dropout._fields),
-)
+TRACED = ["optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"]
+TRACED += [f"dropout.{name}" for name in models.Dropout._fields]
 UNTUNED = ("seed", "log_every", "mesh.data", "mesh.model")
 LSTM: dict[str, Any] = {"model.rounds": 0, "model.rank": 0}
 # By name: the ranges in paper_results.json, and what is set rather than tuned.
