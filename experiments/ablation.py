@@ -74,9 +74,8 @@ SMALL_CHARACTERS = dict(
 
 def get_config(variant=""):
     model, condition, size = configs.choose(variant, MODELS, CONDITIONS, ("", "small", "tiny"))
-    config = configs.base(configs.LAMB, PTB.MOGRIFIER, SHORT)
-    if model in UNGATED:
-        config.update(PTB.LSTM)
+    tuned = PTB.LSTM if model in UNGATED else {}
+    config = configs.base(configs.LAMB, PTB.MOGRIFIER, SHORT, tuned)
     if size:
         config.model.rank = SMALL_RANK if model not in UNGATED else 0
         config.optimizer.learning_rate = SMALL_LSTM_RATE if model in UNGATED else SMALL_RATE

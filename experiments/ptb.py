@@ -23,24 +23,14 @@ from mogrifier_jax import configs
 MOGRIFIER = dict(
     data=dict(name="ptb", batch_size=64, window=70),
     model=dict(num_params=24_000_000, tied_embeddings=True, rounds=5, rank=84),
-    dropout=dict(
-        input=0.7290787773167251,
-        inter_layer=0.2909822365241189,
-        state=0.38729439899832296,
-        output=0.7156690388448465,
-    ),
+    dropout=(0.7290787773167251, 0.2909822365241189, 0.38729439899832296, 0.7156690388448465),
     optimizer=dict(learning_rate=0.002299987130225388, l2_penalty=0.00025235335778471014),
     averaging=dict(trigger_turns=50, trigger_at_the_latest=800),
     schedule=dict(turns=1000, steps_per_turn=200),
 )
 LSTM = dict(
     model=dict(rounds=0, rank=0),
-    dropout=dict(
-        input=0.6275626425150355,
-        inter_layer=0.3069926535017156,
-        state=0.3692225400980858,
-        output=0.6901712653612706,
-    ),
+    dropout=(0.6275626425150355, 0.3069926535017156, 0.3692225400980858, 0.6901712653612706),
     optimizer=dict(learning_rate=0.0030369099569192135, l2_penalty=0.00024908138497223704),
 )
 SMALL = dict(

@@ -22,12 +22,7 @@ from mogrifier_jax import configs
 MOGRIFIER = dict(
     data=dict(name="ptb_char", batch_size=64, window=150),
     model=dict(num_params=24_000_000, rounds=4, rank=24),
-    dropout=dict(
-        input=0.27860252841733274,
-        inter_layer=0.0737609984911853,
-        state=0.17118611234551975,
-        output=0.2347428361918374,
-    ),
+    dropout=(0.27860252841733274, 0.0737609984911853, 0.17118611234551975, 0.2347428361918374),
     optimizer=dict(learning_rate=0.003739598828019367, l2_penalty=0.00025558089199237096),
     averaging=dict(trigger_turns=25, trigger_at_the_latest=400),
     schedule=dict(turns=500, steps_per_turn=200),

@@ -27,24 +27,14 @@ MOGRIFIER = dict(
         rank=48,
         state_mask="step",  # The published program redraws the mask at each step here.
     ),
-    dropout=dict(
-        input=0.5469087645499495,
-        inter_layer=0.1988228263748591,
-        state=0.22137985867236876,
-        output=0.34766651193735193,
-    ),
+    dropout=(0.5469087645499495, 0.1988228263748591, 0.22137985867236876, 0.34766651193735193),
     optimizer=dict(learning_rate=0.003287792100749033, l2_penalty=0.00018994987193751323),
     averaging=dict(trigger_turns=50, trigger_at_the_latest=800),
     schedule=dict(turns=1000, steps_per_turn=200),
 )
 LSTM = dict(
     model=dict(rounds=0, rank=0, embedding_ratio=0.3530770457779424),
-    dropout=dict(
-        input=0.6090979517941943,
-        inter_layer=0.09075401405970591,
-        state=0.2714030562283111,
-        output=0.34845530389157287,
-    ),
+    dropout=(0.6090979517941943, 0.09075401405970591, 0.2714030562283111, 0.34845530389157287),
     optimizer=dict(learning_rate=0.003183909546336849, l2_penalty=0.00023063627783021125),
 )
 

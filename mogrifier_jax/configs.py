@@ -48,23 +48,21 @@ class Key(NamedTuple):
         known = self.known()
         if not known or value in known:
             return None
-        near = difflib.get_close_matches(value, known)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        near = " or ".join(difflib.get_close_matches(value, known))
+        hint = f" (did you mean {near}?)" if near else ""
         return f"is unknown: choose one of {', '.join(known)}{hint}"
 
     def _refusal_of_number(self, value: float) -> str | None:
         otherwise = ", or left out" if self.default is None and not self.required else ""
         if not -math.inf < value < math.inf:
             return f"must be a finite number{otherwise}"
-        for holds, rule in (
+        rules = (
             (value >= self.low, f"at least {self.low}"),
             (value <= self.high, f"at most {self.high}"),
             (value > self.above, f"above {self.above}"),
             (value < self.below, f"below {self.below}"),
-        ):
-            if not holds:
-                return f"must be {rule}{otherwise}"
-        return None
+        )
+        return next((f"must be {rule}{otherwise}" for holds, rule in rules if not holds), None)
 
     def known(self) -> tuple[str, ...]:
         """The choices; a module that lists them is imported when they are asked for."""
@@ -260,14 +258,15 @@ def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
         if value is not None:
             _find(config, sections)[last] = value
     except TypeError:
-        kind = _KINDS[declared[name].kind]
-        raise errors.UsageError(f"{name} {value!r} must be {kind}") from None
+        raise errors.UsageError(f"{name} {value!r} must be {_KINDS[declared[name].kind]}") from None
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value by its full name."""
+    """Every value by its full name; a tuple for a section holds its first keys in their order."""
     found: dict[str, Any] = {}
     for key, value in config.items():
+        if key in SECTIONS and isinstance(value, tuple):
+            value = dict(zip(SECTIONS[key], value, strict=False))
         if isinstance(value, Mapping | config_dict.ConfigDict):
             found |= {f"{key}.{name}": inner for name, inner in flatten(value).items()}
         else:
@@ -333,8 +332,9 @@ def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:
     names = [name.strip() for name in variant.split(",") if name.strip()]
     known = [name for group in groups for name in group if name]
     if unknown := [name for name in names if name not in known]:
-        listed = ", ".join(known)
-        raise errors.UsageError(f"variant {unknown[0]!r} is unknown: this experiment has {listed}")
+        raise errors.UsageError(
+            f"variant {unknown[0]!r} is unknown: this experiment has {', '.join(known)}"
+        )
     chosen = []
     for group in map(tuple, groups):
         picks = [name for name in group if name in names]
@@ -358,8 +358,8 @@ def build(
 @functools.cache
 def paper_numbers() -> dict[str, Any]:
     """The numbers of arXiv:1909.01792: tables, curves and the ranges that were tuned over."""
-    file = importlib.resources.files("mogrifier_jax.evaluation") / "paper_results.json"
-    return json.loads(file.read_text())
+    folder = importlib.resources.files("mogrifier_jax.evaluation")
+    return json.loads((folder / "paper_results.json").read_text())
 
 
 def load_file(path: str | pathlib.Path) -> ModuleType:

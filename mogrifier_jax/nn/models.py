@@ -21,8 +21,26 @@ Dtype = Any
 check = layers.check
 
 
-class LanguageModel(nn.Module):
-    """Tokens to nats. All sizes are explicit; `sizing.py` finds them from a budget.
+class Sizes(nn.Module):
+    """What all models are made of; sizes are explicit, and `sizing.py` finds them from a budget."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding_size: int
+    num_layers: int = 2
+    cell: str = "mogrifier_lstm"
+    cell_options: Any = ()
+    output: str = "sum"
+    state_mask: str = "window"
+    fast: bool = True
+    remat_window: int | None = None
+    unroll: int = 1
+    max_logits: int = 1 << 26  # More logits than this are never in memory at once.
+    dtype: Dtype = jnp.float32
+
+
+class LanguageModel(Sizes):
+    """Tokens to nats.
 
     >>> model = LanguageModel(
     ...     vocab_size=50, hidden_size=8, embedding_size=8, cell_options={"rounds": 4, "rank": 2}
@@ -34,22 +52,9 @@ class LanguageModel(nn.Module):
     (2, 7)
     """
 
-    vocab_size: int
-    hidden_size: int
-    embedding_size: int
-    num_layers: int = 2
-    cell: str = "mogrifier_lstm"
-    cell_options: Any = ()
     tied_embeddings: bool = False
     mixture_components: int = 0  # 0: an ordinary softmax.
-    output: str = "sum"
-    state_mask: str = "window"
     trainable_initial_state: bool = False
-    fast: bool = True
-    remat_window: int | None = None
-    unroll: int = 1
-    max_logits: int = 1 << 26  # More logits than this are never in memory at once.
-    dtype: Dtype = jnp.float32
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts."""
@@ -156,22 +161,10 @@ class LanguageModel(nn.Module):
         return xs
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Sizes):
     """Two stacks with embeddings of their own; the decoder starts where the encoder ends."""
 
-    vocab_size: int
-    hidden_size: int
-    embedding_size: int
     num_layers: int = 1
-    cell: str = "mogrifier_lstm"
-    cell_options: Any = ()
-    output: str = "sum"
-    state_mask: str = "window"
-    fast: bool = True
-    remat_window: int | None = None
-    unroll: int = 1
-    max_logits: int = 1 << 26
-    dtype: Dtype = jnp.float32
 
     def setup(self) -> None:
         """Checks the sizes and makes the parts."""

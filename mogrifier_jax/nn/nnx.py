@@ -23,7 +23,26 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Shell(nnx.Module):
-    """Parameters in NNX of a module of linen."""
+    """Parameters in NNX of a module of linen, the `spec`."""
+
+    spec: Any
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        rngs: nnx.Rngs,
+        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
+        **options: Any,
+    ):
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.hold(self.init_linen(rngs.params(), options).get("params", {}), metadata)
+
+    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+        """Makes `spec` with these options, and its variables."""
+        raise NotImplementedError
 
     def hold(self, params: Mapping[str, Any], metadata: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes the parameters of linen, each with the metadata under its path ("gates/input")."""
@@ -58,20 +77,10 @@ class Cell(_Shell, nnx.RNNCellBase):
 
     linen: type[layers.Cell]
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        rngs: nnx.Rngs,
-        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
-        **options: Any,
-    ):
-        self.in_features = in_features
-        self.hidden_features = hidden_features
-        self.spec = self.linen(hidden_features, **options, parent=None)
-        init = self.spec.init(rngs.params(), in_features, method="weights")
-        self.hold(init["params"], metadata)
+    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+        """The weights of the cell."""
+        self.spec = self.linen(self.hidden_features, **options, parent=None)
+        return self.spec.init(key, self.in_features, method="weights")
 
     def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, inputs [..., in_features]) to (carry, h [..., hidden_features])."""
@@ -138,20 +147,11 @@ class Mogrifier(_Shell):
     ((4,), (8,))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        *,
-        rngs: nnx.Rngs,
-        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
-        **options: Any,
-    ):
+    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+        """The weights of all rounds."""
         self.spec = layers.Mogrifier(**options, parent=None)
-        shapes = ((in_features,), (hidden_features,))
-        zeros = (jax.numpy.zeros(shape, self.spec.dtype) for shape in shapes)
-        init = self.spec.init(rngs.params(), *zeros)
-        self.hold(init.get("params", {}), metadata)
+        sizes = (self.in_features, self.hidden_features)
+        return self.spec.init(key, *(jax.numpy.zeros(size, self.spec.dtype) for size in sizes))
 
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h, each scaled by gates that read the other."""

@@ -76,12 +76,7 @@ def tune(
 
 
 def tune_dyneval(
-    trained: str,
-    options: config_dict.ConfigDict,
-    *,
-    num_trials: int,
-    parallel: int = 1,
-    **where: Any,
+    run: str, options: config_dict.ConfigDict, *, num_trials: int, parallel: int = 1, **where: Any
 ) -> list[trials.Record]:
     """Tunes dynamic evaluation of a trained run on its validation set, in `dyneval_study` there.
 
@@ -89,15 +84,15 @@ def tune_dyneval(
     with its own adapting weights.
     """
     check_numbers(num_trials, parallel)
-    if not trained:
+    if not run:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
-    adapting = Adapting(trained, options)
+    adapting = Adapting(run, options)
     tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
-    workdir = os.path.join(trained, "dyneval_study")
+    workdir = os.path.join(run, "dyneval_study")
     queue = storages.open_queue(
         tuned,
         workdir,
-        name=f"{os.path.basename(os.path.abspath(trained))}-{tuned.name}",
+        name=f"{os.path.basename(os.path.abspath(run))}-{tuned.name}",
         num_trials=num_trials,
         seed=options.seed,
         step=adapting.scorer.loaded.info["step"],
