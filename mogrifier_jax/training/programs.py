@@ -167,8 +167,8 @@ class Together:
 
     def train_steps(
         self, state: States, hyper: Sequence[steps.Hyperparameters], num_steps: int
-    ) -> tuple[States, np.ndarray, np.ndarray]:
-        """Some steps of all runs; losses and gradient norms are [N, S]."""
+    ) -> tuple[States, dict[str, np.ndarray]]:
+        """Some steps of all runs, and the metrics of each, [N, S]."""
         columns = jax.tree.map(
             lambda *values: np.asarray(values, np.float32), *self._fill(hyper, hyper[0])
         )
@@ -178,8 +178,7 @@ class Together:
             jax.device_put(columns, self._over_trials),
             num_steps=num_steps,
         )
-        losses, norms = np.asarray(found["loss_nats"]), np.asarray(found["grad_norm"])
-        return States(shared, stacked), losses, norms
+        return States(shared, stacked), jax.tree.map(np.asarray, found)
 
     def evaluate_turn(self, state: States) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
         """Scores by candidate, then by run, and which runs are averaged."""
@@ -265,11 +264,11 @@ class Alone:
 
     def train_steps(
         self, state: steps.TrainState, hyper: Sequence[steps.Hyperparameters], num_steps: int
-    ) -> tuple[steps.TrainState, np.ndarray, np.ndarray]:
-        """Some steps; losses and gradient norms are [1, S]."""
+    ) -> tuple[steps.TrainState, dict[str, np.ndarray]]:
+        """Some steps, and the metrics of each, [1, S]."""
         stream = self.run.task.stream
         state, found = self._steps(state, stream, hyper[0], num_steps=num_steps)
-        return state, np.asarray(found["loss_nats"])[None], np.asarray(found["grad_norm"])[None]
+        return state, jax.tree.map(lambda values: np.asarray(values)[None], found)
 
     def evaluate_turn(
         self, state: steps.TrainState

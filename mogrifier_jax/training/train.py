@@ -11,7 +11,7 @@ One run is a stack of one: `Loop` trains any number of runs that are at the same
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,21 +169,17 @@ class Book:
         rate = self.run.hyper.learning_rate * self.done.learning_rate_factor
         return self.run.hyper._replace(learning_rate=rate)
 
-    def note_steps(self, step: int, losses: np.ndarray, norms: np.ndarray, seconds: float) -> float:
-        """Records the steps after `step`, whose losses and norms are [S]; returns the mean loss."""
-        last, loss = step + len(losses), float(losses.mean(dtype=np.float64))
-        self._writer.write(
-            last,
-            "train",
-            loss_nats=loss,
-            grad_norm=norms.mean(dtype=np.float64),
-            learning_rate=self.hyper.learning_rate,
-        )
-        finite = np.isfinite(losses) & np.isfinite(norms)
+    def note_steps(self, step: int, found: Mapping[str, np.ndarray], seconds: float) -> float:
+        """Records the metrics [S] of the steps after `step`; returns the mean loss."""
+        means = {name: float(values.mean(dtype=np.float64)) for name, values in found.items()}
+        loss, count = means.pop("loss_nats"), len(found["loss_nats"])
+        means["learning_rate"] = self.hyper.learning_rate
+        self._writer.write(step + count, "train", loss_nats=loss, **means)
+        finite = np.isfinite(list(found.values())).all(0)
         if not finite.all():
             raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
-        speed = len(losses) * self.run.tokens_per_step / seconds
-        self._writer.write_speed(last, tokens_per_second=speed)
+        speed = count * self.run.tokens_per_step / seconds
+        self._writer.write_speed(step + count, tokens_per_second=speed)
         return loss
 
     def decide(
@@ -338,11 +334,12 @@ class Loop:
         hyper = [book.hyper for book in self.books]
         started = time.perf_counter()
         with self._trace.steps(step, count):
-            state, losses, norms = self._compiled.train_steps(state, hyper, count)
+            state, found = self._compiled.train_steps(state, hyper, count)
         seconds, mean = time.perf_counter() - started, []
         for i in active:
             with self.outcome_of(i):
-                mean.append(self.books[i].note_steps(step, losses[i], norms[i], seconds))
+                own = {name: values[i] for name, values in found.items()}
+                mean.append(self.books[i].note_steps(step, own, seconds))
         self._bar.update(step + count, float(np.mean(mean)) if mean else math.nan)
         return state
 
