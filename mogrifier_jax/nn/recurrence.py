@@ -32,6 +32,8 @@ from mogrifier_jax.nn import cells
 TPU_OPERAND = jnp.dtype("bfloat16")
 TPU_CHUNK = 16
 TPU_LARGE = 2**26
+# A single row would not be given to a TPU's matrix units, which take eight in the same time.
+TPU_ROWS = 8
 
 # step(params, carry, x, **extras) -> carry, whose h is the output.
 Step = Callable[..., Any]
@@ -59,6 +61,8 @@ def scan(
       remat_window: keep only the carry every so many steps, and compute the rest again.
     """
     run = functools.partial(_scan, step, jnp.dtype(dtype), unroll)
+    if (factor := _padding(xs.shape[1])) > 1:
+        run = functools.partial(_pad_on_tpus, run, factor)
     steps = xs.shape[0]
     if remat_window is None or remat_window >= steps:
         return run(params, carry, xs, scanned, constant)
@@ -77,6 +81,31 @@ def scan(
     return carry, hs
 
 
+def _padding(batch):
+    """Rows to make of one: more than one if each device of the mesh has a single one."""
+    shards = jax.sharding.get_abstract_mesh().shape.get("data", 1)
+    return TPU_ROWS if batch == shards else 1
+
+
+def _pad_on_tpus(run, factor, params, *arguments):
+    def padded(params, carry, xs, scanned, constant):
+        def pad(a, axis):
+            if a.ndim <= axis:  # A number for all rows.
+                return a
+            # Beside each row, so that it stays on its device.
+            widths = [(0, 0)] * (a.ndim + 1)
+            widths[axis + 1] = (0, factor - 1)
+            a = jnp.pad(jnp.expand_dims(a, axis + 1), widths)
+            return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+
+        rows, times = (functools.partial(pad, axis=axis) for axis in (0, 1))
+        carry, constant = jax.tree.map(rows, (carry, constant))
+        carry, hs = run(params, carry, *jax.tree.map(times, (xs, scanned)), constant)
+        return jax.tree.map(lambda a: a[::factor], carry), hs[:, ::factor]
+
+    return jax.lax.platform_dependent(params, *arguments, tpu=padded, default=run)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
     params = Taps(params, dtype).cast
@@ -91,7 +120,7 @@ def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 def _forward(step, dtype, unroll, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
-    if not _rounded_on_tpus(dtype):
+    if not rounded_on_tpus(dtype):
         return push(*arguments)
     on_tpu = functools.partial(push, operand=TPU_OPERAND)
     return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=push)
@@ -126,12 +155,12 @@ def _backward(step, dtype, unroll, saved, cotangents):
     if not Taps(params, dtype).read_inputs:  # A step writes little, and neither way pays.
         return pull(saved, cotangents)
     ways = {"cuda": functools.partial(pull, joined=True)}
-    if stored >= TPU_LARGE and _rounded_on_tpus(dtype):
+    if stored >= TPU_LARGE and rounded_on_tpus(dtype):
         ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
-def _rounded_on_tpus(dtype):
+def rounded_on_tpus(dtype):
     """Whether a TPU rounds what it multiplies: float32, at JAX's default precision."""
     asked = jax.config.jax_default_matmul_precision
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
