@@ -32,6 +32,12 @@ from mogrifier_jax.nn import cells
 TPU_OPERAND = jnp.dtype("bfloat16")
 TPU_CHUNK = 16
 TPU_LARGE = 2**26
+# On GPUs a matmul of two thin factors takes four kernels to start, one by their product two. A
+# product of at most so many bytes is read in less time than that.
+CUDA_PRODUCT = 2**24
+CUDA_ALIGNMENT = 128
+# A single row would not be given to a TPU's matrix units, which take eight in the same time.
+TPU_ROWS = 8
 
 # step(params, carry, x, **extras) -> carry, whose h is the output.
 Step = Callable[..., Any]
@@ -59,6 +65,8 @@ def scan(
       remat_window: keep only the carry every so many steps, and compute the rest again.
     """
     run = functools.partial(_scan, step, jnp.dtype(dtype), unroll)
+    if (factor := _padding(xs.shape[1])) > 1:
+        run = functools.partial(_pad_on_tpus, run, factor)
     steps = xs.shape[0]
     if remat_window is None or remat_window >= steps:
         return run(params, carry, xs, scanned, constant)
@@ -77,6 +85,31 @@ def scan(
     return carry, hs
 
 
+def _padding(batch):
+    """Rows to make of one: more than one if each device of the mesh has a single one."""
+    shards = jax.sharding.get_abstract_mesh().shape.get("data", 1)
+    return TPU_ROWS if batch == shards else 1
+
+
+def _pad_on_tpus(run, factor, params, *arguments):
+    def padded(params, carry, xs, scanned, constant):
+        def pad(a, axis):
+            if a.ndim <= axis:  # A number for all rows.
+                return a
+            # Beside each row, so that it stays on its device.
+            widths = [(0, 0)] * (a.ndim + 1)
+            widths[axis + 1] = (0, factor - 1)
+            a = jnp.pad(jnp.expand_dims(a, axis + 1), widths)
+            return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+
+        rows, times = (functools.partial(pad, axis=axis) for axis in (0, 1))
+        carry, constant = jax.tree.map(rows, (carry, constant))
+        carry, hs = run(params, carry, *jax.tree.map(times, (xs, scanned)), constant)
+        return jax.tree.map(lambda a: a[::factor], carry), hs[:, ::factor]
+
+    return jax.lax.platform_dependent(params, *arguments, tpu=padded, default=run)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
     params = Taps(params, dtype).cast
@@ -91,22 +124,25 @@ def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 def _forward(step, dtype, unroll, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
-    if not _rounded_on_tpus(dtype):
-        return push(*arguments)
-    on_tpu = functools.partial(push, operand=TPU_OPERAND)
-    return jax.lax.platform_dependent(*arguments, tpu=on_tpu, default=push)
+    ways = {}
+    if rounded_on_tpus(dtype):
+        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND)
+    if Taps(arguments[0], dtype).read_inputs:
+        ways["cuda"] = functools.partial(push, joined=True)
+    return jax.lax.platform_dependent(*arguments, **ways, default=push)
 
 
-def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None):
-    """The way forth, with what the way back needs; `operand` as in `_pull`."""
+def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None, joined=False):
+    """The way forth, with what the way back needs; `operand` and `joined` as in `_pull`."""
     taps = Taps(params, operand or dtype, dtype)
+    maps = jax.lax.optimization_barrier(taps.products()) if joined else taps.maps
 
     def body(carry, inputs):
         x, extras = inputs
         outputs = {}
 
         def compute(name, x):
-            y = taps.apply(name, x)
+            y = taps.apply(name, x, maps)
             if not taps.is_thin(name):
                 outputs[name] = y
             return y
@@ -114,7 +150,17 @@ def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=Non
         after = step(taps.replace(compute), carry, x, **extras, **constant)
         return after, (carry, outputs)
 
-    last, (carries, outputs) = jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
+    def body_with_one_write(carry, inputs):
+        after, kept = body(carry, inputs)
+        return after, _join(kept)
+
+    loop = functools.partial(jax.lax.scan, init=carry, xs=(xs, scanned), unroll=unroll)
+    _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
+    if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
+        last, kept = loop(body_with_one_write)
+        carries, outputs = _part(kept, like)
+    else:
+        last, (carries, outputs) = loop(body)
     hs = jnp.concatenate([carries.h[1:], last.h[None]])
     return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
@@ -126,12 +172,12 @@ def _backward(step, dtype, unroll, saved, cotangents):
     if not Taps(params, dtype).read_inputs:  # A step writes little, and neither way pays.
         return pull(saved, cotangents)
     ways = {"cuda": functools.partial(pull, joined=True)}
-    if stored >= TPU_LARGE and _rounded_on_tpus(dtype):
+    if stored >= TPU_LARGE and rounded_on_tpus(dtype):
         ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
-def _rounded_on_tpus(dtype):
+def rounded_on_tpus(dtype):
     """Whether a TPU rounds what it multiplies: float32, at JAX's default precision."""
     asked = jax.config.jax_default_matmul_precision
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
@@ -144,8 +190,9 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
       operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
       chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
         then computed again in that loop, and not for all time steps before it.
-      joined: whether a step writes its gradients as one array. On GPUs each write is a kernel of
-        its own, which takes longer to start than to run.
+      joined: whether a step writes its gradients as one array, and multiplies by the product of
+        thin factors. On GPUs each write and each matmul is a kernel of its own, or several, and
+        takes longer to start than to run.
     """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
@@ -159,7 +206,7 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         def recall(name, x):
             inputs[name] = x.astype(operand)
             if name not in outputs:
-                outputs[name] = taps.apply(name, x)
+                outputs[name] = taps.apply(name, x, taps.maps)
             return outputs[name]
 
         step(taps.replace(recall), carry, x, **extras, **constant)
@@ -170,6 +217,9 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         outputs = all_outputs
     # Materialised once, so that the matmuls of the loop read their matrix as it lies.
     transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
+    in_loop = transposed
+    if joined:
+        in_loop = jax.lax.optimization_barrier(taps.products(transpose=True))
 
     def body(state, inputs):
         d_carry, d_vectors = state
@@ -179,7 +229,7 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
 
         def replay(carry, x, outputs, vectors):
             def recall(name, x):
-                return _recall(x, outputs[name], transposed[name])
+                return _recall(x, outputs[name], in_loop[name])
 
             return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
 
@@ -237,7 +287,7 @@ def _recall_backward(transposed, d_output):
     d_x = d_output
     for matrix in reversed(transposed):
         d_x = jnp.tensordot(
-            d_x.astype(matrix.dtype),
+            _pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
             matrix,
             axes=matrix.ndim - 1,
             preferred_element_type=d_output.dtype,
@@ -246,6 +296,12 @@ def _recall_backward(transposed, d_output):
 
 
 _recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
+
+
+def _pad_last(x, size):
+    """Zeros behind the last axis of x, up to a size."""
+    missing = size - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def _transpose(matrix):
@@ -258,7 +314,8 @@ class Taps:
 
     A map is a tuple of one matrix, or of the two factors `down` and `up`; it goes by the name
     of the first. Names are paths in the tree. Matrices are cast to `dtype`; `output_dtype` is
-    that of the maps' outputs, if it is another.
+    that of the maps' outputs, if it is another. An output has its bias in it unless that would
+    round it once more.
     """
 
     _FIRST = ("kernel", "down", "input", "recurrent")
@@ -266,6 +323,7 @@ class Taps:
 
     def __init__(self, params, dtype, output_dtype=None):
         self._dtype, self._output_dtype = dtype, output_dtype or dtype
+        self._whole = cells.wide(self._output_dtype) == self._output_dtype
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         self._second, self._bias, self.maps = {}, {}, {}
@@ -295,21 +353,51 @@ class Taps:
         """Whether a map is a product of two factors."""
         return len(self.maps[name]) == 2
 
-    def apply(self, name, x):
-        """The output of a map, without the bias."""
-        for matrix in self.maps[name]:
-            x = jnp.tensordot(
-                x.astype(self._dtype), matrix, axes=1, preferred_element_type=self._output_dtype
+    def products(self, transpose=False):
+        """The maps with the product of their factors, if it is small, in the factors' place.
+
+        Its first axis has zeros at the end: XLA cuts it into parts, and would fill up the last one
+        in every step.
+        """
+
+        def multiply(matrices):
+            down, up = matrices[0], matrices[-1]
+            size = len(down) * up.shape[-1] * down.dtype.itemsize
+            if len(matrices) == 1 or up.ndim > 2 or size > CUDA_PRODUCT:
+                return tuple(map(_transpose, matrices)) if transpose else matrices
+            wide = cells.wide(self._dtype)
+            product = jnp.tensordot(
+                down, up, axes=1, precision="highest", preferred_element_type=wide
             )
-        return x
+            product = _transpose(product) if transpose else product
+            missing = -product.shape[0] % CUDA_ALIGNMENT
+            return (jnp.pad(product.astype(self._dtype), [(0, missing), (0, 0)]),)
+
+        return {name: multiply(matrices) for name, matrices in self.maps.items()}
+
+    def apply(self, name, x, maps):
+        """The output of a map; `maps` are these, or their products."""
+        for matrix in maps[name]:
+            x = jnp.tensordot(
+                _pad_last(x.astype(self._dtype), matrix.shape[0]),
+                matrix,
+                axes=1,
+                preferred_element_type=self._output_dtype,
+            )
+        return self._add_bias(name, x) if self._whole else x
+
+    def _add_bias(self, name, y):
+        """To a map's output, if the map has one."""
+        y = cells.widen(y)
+        return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
 
     def replace(self, output_of, vectors=None):
         """The tree with `output_of(name, x)` in place of each map: see `cells.project`."""
 
         def tap(name):
             def use(x, bias):
-                y = cells.widen(output_of(name, x))
-                return y if bias is None else y + cells.stretch(bias, y)
+                y = output_of(name, x)
+                return y if self._whole else self._add_bias(name, y)
 
             return use
 

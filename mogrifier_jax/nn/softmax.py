@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import cells, rnn
+from mogrifier_jax.nn import cells, recurrence, rnn
 
 Dtype = Any
 
@@ -139,12 +139,20 @@ def _log_probability_backward(saved, d_log_p):
     one_hot = (ids == targets[..., None]).astype(logits.dtype)
     d_logits = d_log_p[..., None] * (one_hot - jnp.exp(logits - normaliser[..., None]))
     d_temperature = (d_logits * logits).sum() / temperature
-    d_logits = jax.lax.optimization_barrier((temperature * d_logits).astype(us.dtype))
-    lead = tuple(range(us.ndim - 1))
-    d_us = jnp.tensordot(d_logits, matrix, axes=1)
-    d_matrix = jnp.tensordot(d_logits, us, (lead, lead)).astype(matrix.dtype)
-    d_bias = cells.sum_leading(d_logits, len(lead)).astype(bias.dtype)
-    return d_us, d_matrix, d_bias, d_temperature, None
+
+    def spread(d_logits, us, matrix, operand=None):
+        d_logits = jax.lax.optimization_barrier(d_logits.astype(operand or us.dtype))
+        lead = tuple(range(us.ndim - 1))
+        dot = functools.partial(jnp.tensordot, preferred_element_type=us.dtype)
+        d_us = dot(d_logits, matrix.astype(d_logits.dtype), axes=1)
+        d_matrix = dot(d_logits, us.astype(d_logits.dtype), (lead, lead))
+        return d_us, d_matrix, cells.sum_leading(d_logits, len(lead)).astype(bias.dtype)
+
+    rounded = functools.partial(spread, operand=recurrence.TPU_OPERAND)
+    ways = {"tpu": rounded} if recurrence.rounded_on_tpus(us.dtype) else {}
+    d_logits = temperature * d_logits
+    found = jax.lax.platform_dependent(d_logits, us, matrix, **ways, default=spread)
+    return *found, d_temperature, None
 
 
 log_probability.defvjp(_log_probability, _log_probability_backward)

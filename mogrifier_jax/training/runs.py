@@ -4,7 +4,6 @@
 `train.py` carries a run out.
 """
 
-import functools
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -67,8 +66,16 @@ class Run(NamedTuple):
     def jit_steps(self) -> jax.stages.Wrapped:
         """(state, stream, hyper, num_steps=...) to (state, metrics), as training compiles it."""
         in_place = shardings_of(self.abstract_state())
+
+        def train_steps(state, stream, hyper, num_steps):
+            # The recurrence asks for the mesh: how many rows a device has decides how it runs.
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return steps.train_steps(
+                    state, stream, hyper, program=self.program, num_steps=num_steps
+                )
+
         return jax.jit(
-            functools.partial(steps.train_steps, program=self.program),
+            train_steps,
             static_argnames="num_steps",
             donate_argnames="state",
             out_shardings=(in_place, partitioning.replicated(self.mesh)),
@@ -88,8 +95,10 @@ def make_run(
     configs.check(config)
     mesh = mesh or make_mesh(config)
     optimizer = dict(config.optimizer)
-    names = ("learning_rate", "l2_penalty", "accumulate", "accumulate_reduce")
-    learning_rate, l2_penalty, groups, reduce = (optimizer.pop(name) for name in names)
+    names = ("learning_rate", "l2_penalty")
+    learning_rate, l2_penalty = (optimizer.pop(name) for name in names)
+    accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
+    groups = accumulation["accumulate"]
     optimizer = steps.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule, **averaging_rules(config.averaging))
     average = schedule.make_averaging(config.averaging.kind)
@@ -105,7 +114,7 @@ def make_run(
     dropout = make_dropout(model, tuned, **config.dropout)
     drop_state = config.data.drop_state_probability
     hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
-    program = steps.Program(model, optimizer, average, task.batch_at, groups, reduce)
+    program = steps.Program(model, optimizer, average, task.batch_at, **accumulation)
     return Run(config, mesh, task, model, program, hyper, rules, evaluation)
 
 

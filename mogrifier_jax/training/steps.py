@@ -7,6 +7,7 @@ rate are applied around it. `programs.py` jits these functions with shardings.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ class Program(NamedTuple):
     batch_at: Callable[[Any, jax.Array], Any]  # (stream, step) to the batch of that step.
     accumulate: int = 1  # Groups that a batch is worked off in.
     accumulate_reduce: str = "mean"  # "sum", as lamb: gradients are `accumulate` times larger.
+    accumulate_at_once: bool = False  # Groups side by side: faster, with the memory of all.
 
 
 def init_state(
@@ -99,9 +101,16 @@ def train_step(
             grads, (carry, nats) = grad_fn(state.params, *inputs)
             return jax.tree.map(jnp.add, total, grads), (carry, nats)
 
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        parts = (into_groups((batch, carry), groups), jnp.arange(groups))
-        grads, (carry, nats) = jax.lax.scan(add_group, zeros, (*parts[0], parts[1]))
+        def sum_of_losses(params, inputs):
+            losses, aux = jax.vmap(functools.partial(loss_fn, params))(*inputs)
+            return losses.sum(), aux
+
+        parts = (*into_groups((batch, carry), groups), jnp.arange(groups))
+        if program.accumulate_at_once:
+            grads, (carry, nats) = jax.grad(sum_of_losses, has_aux=True)(state.params, parts)
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, state.params)
+            grads, (carry, nats) = jax.lax.scan(add_group, zeros, parts)
         carry, nats = from_groups(carry), nats.sum()
         if program.accumulate_reduce == "mean":
             grads = jax.tree.map(lambda g: g / groups, grads)

@@ -297,7 +297,7 @@ def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid):
         patch.setattr(recurrence, "TPU_LARGE", 0)
         if dtype == jnp.float64:
             patch.setattr(recurrence, "TPU_OPERAND", dtype)
-            patch.setattr(recurrence, "_rounded_on_tpus", lambda dtype: True)
+            patch.setattr(recurrence, "rounded_on_tpus", lambda dtype: True)
         gradient = jax.value_and_grad(objective(rnn.RNN(cell)), has_aux=True)
         return jax.device_get(quick.jit(gradient)(tree, keep, valid))
 
@@ -310,6 +310,40 @@ def test_the_way_back_of_every_platform_is_the_same(variant, platform, monkeypat
     with jax.enable_x64(True):
         found = solve_as(platform, monkeypatch, variant, jnp.float64, tree, keep, valid)
     assert_equal(found, solve(variant, tree, keep, valid))
+
+
+def rows(program):
+    """How many rows what goes through the scans of a program has."""
+    inputs = (variable.aval for scan in scans(program) for variable in scan.invars)
+    return {aval.shape[1] for aval in inputs if aval.ndim == 3 and aval.shape[0] == T}
+
+
+@pytest.mark.parametrize(
+    "batch, shards, expected", [(1, 1, {8}), (2, 2, {16}), (3, 1, {3}), (2, 1, {2})]
+)
+def test_single_rows_of_a_device_are_padded_on_tpus(batch, shards, expected, monkeypatch):
+    cell = make_cell("lstm", hidden_size=13)
+    tree, _, _ = problem(cell, input_size=11, batch=batch)
+    mesh = jax.sharding.AbstractMesh((shards, 1), ("data", "model"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert rows(gradient_program(cell, tree)) >= {batch}
+        pretend(monkeypatch, "tpu")
+        assert rows(gradient_program(cell, tree)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "lstm normed"])
+def test_padded_rows_change_no_number(variant, monkeypatch):
+    tree, keep, valid = problem(make_cell(variant), batch=1)
+    expected = solve(variant, tree, keep, valid)
+    with jax.enable_x64(True):
+        run = functools.partial(solve_as, "tpu", monkeypatch, variant, jnp.float64)
+        assert_equal(run(tree, keep, valid), expected)
+        # Rows that stand elsewhere are not those that are taken out again.
+        pad = jnp.pad
+        monkeypatch.setattr(jnp, "pad", lambda a, widths: pad(a, [w[::-1] for w in widths]))
+        with pytest.raises(AssertionError):
+            assert_equal(run(tree, keep, valid), expected)
 
 
 @pytest.mark.slow

@@ -67,16 +67,17 @@ def test_another_penalty_or_rate_leaves_lambs_trajectory(change):
     assert abs(losses - golden.TRAJECTORIES["D"])[-1] > 3e-5
 
 
-def accumulated(reduce, groups, l2_penalty=0.5):
+def accumulated(reduce, groups, l2_penalty=0.5, dropout=models.Dropout(), at_once=False):
     """Gradients, metrics and carry of one step of plain SGD on eight stripes."""
-    program, params, step = make_case("D", "sgd", None, accumulate=groups, accumulate_reduce=reduce)
+    options = dict(accumulate=groups, accumulate_reduce=reduce, accumulate_at_once=at_once)
+    program, params, step = make_case("D", "sgd", None, **options)
     lengths = jnp.array([4, 3, 4, 4, 1, 4, 2, 4])
     batch = streams.Window(*map(jnp.asarray, golden.batch(batch_size=8)), lengths)
     carry = jax.tree.map(
         lambda a: a + jnp.linspace(-0.5, 0.5, 8)[:, None].astype(a.dtype),
         program.model.zero_carry(8),
     )
-    hyper = steps.Hyperparameters(learning_rate=1.0, l2_penalty=l2_penalty)
+    hyper = steps.Hyperparameters(learning_rate=1.0, l2_penalty=l2_penalty, dropout=dropout)
     state, metrics = step(make_state(program, params, carry), batch, hyper)
     return jax.tree.map(jnp.subtract, params, state.params), metrics, state.carry
 
@@ -99,6 +100,16 @@ def test_accumulated_gradients_are_those_of_the_batch_or_n_times_them():
         assert_close(found["loss_nats"], metrics["loss_nats"], rtol=1e-6)
     for found in (mean_carry, total_carry):
         assert_close(found, carry, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_groups_at_once_draw_the_same_masks_and_have_the_same_gradients():
+    dropout = models.Dropout(input=0.3, inter_layer=0.3, state=0.3, output=0.3)
+    one_by_one = accumulated("sum", 4, dropout=dropout)
+    assert_close(accumulated("sum", 4, dropout=dropout, at_once=True), one_by_one, atol=5e-6)
+    # Other groups have other masks.
+    halves = accumulated("sum", 2, dropout=dropout, at_once=True)
+    assert abs(halves[1]["loss_nats"] - one_by_one[1]["loss_nats"]) > 1e-3
 
 
 @pytest.mark.slow
