@@ -10,10 +10,10 @@ train: $(READY)  ## Trains the embedded default and says what it learnt.
 	$(BIN)/python -m mogrifier_jax.main --config=experiments/pydoc.py --workdir=runs/pydoc
 
 test: $(READY)  ## All tests.
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY)  ## For the edit loop.
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

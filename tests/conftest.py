@@ -1,6 +1,9 @@
-"""Test set-up: eight CPU devices, strict ranks, no warning goes unseen."""
+"""Test set-up: eight CPU devices, strict ranks, no warning goes unseen, nothing compiled twice."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Before jax starts. Eight virtual devices on few cores deadlock in collectives unless the
 # thread pool (NPROC) is at least twice as large.
@@ -13,11 +16,28 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
+# What one process has compiled serves the others: workers of pytest, and what the tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Files that take long begin first, so that no core is idle at the end.
+LONGEST = (
+    *("test_distributed", "test_golden_run", "test_worker", "test_train", "test_notebooks"),
+    *("test_runtime", "test_stacked", "test_hostile", "test_sweeps", "test_packaging"),
+    *("test_examples", "test_explore", "test_rnn", "test_partitioning", "test_dyneval"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture

@@ -11,14 +11,6 @@ from mogrifier_jax.data import corpora, vocabulary
 from mogrifier_jax.training import evaluate, runs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Programs run for moments only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_mesh(data, model=1):
     return partitioning.make_mesh(data, model, devices=jax.devices()[: data * model])
 

@@ -234,7 +234,7 @@ class VizierTrial:
     def report(self, turn: int, value: float) -> None:
         """Notes the value so far; raises when it is not worth going on."""
         self._client.add_measurement(_measurement(value, turn))
-        if self._prune and self._client.should_stop():
+        if self._prune and self._client.check_early_stopping():
             raise trials.Pruned(f"stopped by the service at turn {turn}")
 
     def note(self, **values: Any) -> None:

@@ -22,13 +22,6 @@ DROPOUT = models.Dropout(output=0.4)
 KEY = jax.random.key(5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_plan(inputs, targets):
     """Windows [W, B, T] as they are given."""
     stream = tuple(jnp.asarray(a, jnp.int32) for a in (inputs, targets))

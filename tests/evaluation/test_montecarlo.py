@@ -37,13 +37,6 @@ def make_model(mixture_components=0):
     return model, jax.tree.map(lambda a: jnp.asarray(draw.normal(0, 0.7, a.shape), a.dtype), shapes)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_plan(stripes=2, window=WINDOW, mesh=None):
     return tasks.plan_text(SPLIT, VOCAB.eos_id, stripes, window, mesh)
 

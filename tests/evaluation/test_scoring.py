@@ -22,13 +22,6 @@ TEXT += "hhh y\n" * 40
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def small_corpus():
     """The corpus `pydoc` made small."""
 

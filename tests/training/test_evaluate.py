@@ -13,14 +13,6 @@ from mogrifier_jax.training import evaluate
 TEXT = "".join("abcdefg"[(i * i + i // 5) % 7] + "\n" * (i % 4 == 0) for i in range(150))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Programs run for moments only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 class Small:
     """A model with a task on a text of a few lines."""
 

@@ -145,33 +145,55 @@ def test_cores_nobody_counted_divide_any_batch(name, value, monkeypatch):
         runs.make_mesh(config)
 
 
-# Takes its cores, then becomes the rest of the command line.
-ON_CORES = (
-    "import os, sys; os.sched_setaffinity(0, {cores}); os.execv(sys.executable, sys.argv[1:])"
+# `main` on some cores; it asks itself to stop once it has written the metrics of a moment.
+PROGRAM = """
+import os, signal, sys
+
+cores, moment = eval(sys.argv.pop(1))
+os.sched_setaffinity(0, cores)
+
+from mogrifier_jax import main
+from mogrifier_jax.training import metrics
+
+write = metrics.MetricWriter.write
+
+def write_and_stop(self, step, kind, **values):
+    write(self, step, kind, **values)
+    if (kind, step) == moment:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+metrics.MetricWriter.write = write_and_stop
+main.run()
+"""
+FLAGS = (
+    "--config=experiments/pydoc.py:tiny",
+    "--config.log_every=5",
+    "--config.data.batch_size=8",
+    "--config.data.window=4",
+    "--config.model.num_layers=1",
+    "--config.model.hidden_size=8",
+    "--config.schedule.steps_per_turn=20",
+    "--config.evaluation.max_windows=2",
+    "--config.evaluation.softmax_temperature=1.0",
 )
 
 
-def start(*flags, cores=None, **environment):
-    """`main` as a user starts it, without the devices that conftest asks for."""
-    command = [sys.executable, "-m", "mogrifier_jax.main", "--config=experiments/pydoc.py:tiny"]
-    if cores:
-        command = [sys.executable, "-c", ON_CORES.format(cores=cores), *command]
+def devices(workdir, *flags, cores, moment=None, **environment):
+    """What the table at the start of a run says of them; it goes on to its end, or to a moment.
+
+    As a user starts it, without the devices that conftest asks for.
+    """
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "NPROC")}
-    return subprocess.Popen(
-        [*command, *flags],
+    flags = [*FLAGS, *flags, f"--workdir={workdir}"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, repr((cores, moment)), *flags],
         cwd=ROOT,
-        env=kept | environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
         text=True,
     )
-
-
-def finish(process):
-    """The number of devices in the table at the start, once all has gone well."""
-    _, log = process.communicate(timeout=300)
-    assert process.returncode == 0, log
-    return re.search(r"  devices +(.*)", log)[1]
+    assert done.returncode == (errors.Interrupted.exit_code if moment else 0), done.stderr
+    return re.search(r"  devices +(.*)", done.stderr)[1]
 
 
 two_cores = pytest.mark.skipif(len(partitioning.usable_cores()) < 2, reason="needs two cores")
@@ -179,36 +201,30 @@ two_cores = pytest.mark.skipif(len(partitioning.usable_cores()) < 2, reason="nee
 
 @pytest.mark.slow
 @two_cores
-def test_main_uses_a_device_for_each_core_unless_told(tmp_path):
-    cores = partitioning.usable_cores()[:2]
-    assert finish(start(f"--workdir={tmp_path / 'a'}", cores=cores)) == "2 cpu"
-    assert finish(start(f"--workdir={tmp_path / 'b'}", cores=cores[:1])) == "1 cpu"
-    assert finish(start("--cpu_devices=1", f"--workdir={tmp_path / 'c'}", cores=cores)) == "1 cpu"
-    told = start(f"--workdir={tmp_path / 'd'}", cores=cores, JAX_NUM_CPU_DEVICES="4")
-    assert finish(told) == "4 cpu"
-    odd = start("--config.data.batch_size=31", f"--workdir={tmp_path / 'e'}", cores=cores)
-    assert finish(odd) == "1 of 2 cpu, to divide the batch"
+def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_path):
+    cores, first = partitioning.usable_cores()[:2], ("eval", 0)
+    told = ["--cpu_devices=1"]
+    assert devices(tmp_path / "a", *told, cores=cores, moment=first) == "1 cpu"
+    told = {"JAX_NUM_CPU_DEVICES": "4"}
+    assert devices(tmp_path / "b", cores=cores, moment=first, **told) == "4 cpu"
+    odd = "--config.data.batch_size=7"
+    found = devices(tmp_path / "c", odd, cores=cores, moment=first)
+    assert found == "1 of 2 cpu, to divide the batch"
 
 
 @pytest.mark.slow
 @two_cores
-def test_a_run_begun_on_two_devices_ends_on_one_within_rounding(tmp_path):
-    flags = ["--config.schedule.steps_per_turn=150", "--config.log_every=2"]
+def test_a_run_begun_on_two_cores_ends_on_one_within_rounding(tmp_path):
+    """A device for each core is what a run has that is not told otherwise."""
     cores = partitioning.usable_cores()[:2]
-    assert finish(start(*flags, f"--workdir={tmp_path / 'whole'}", cores=cores)) == "2 cpu"
-    broken = start(*flags, f"--workdir={tmp_path / 'broken'}", cores=cores)
-    for line in broken.stderr:
-        if "turn 1/2" in line:
-            broken.terminate()
-            break
-    broken.communicate(timeout=300)
-    assert broken.returncode == errors.Interrupted.exit_code
+    assert devices(tmp_path / "whole", cores=cores) == "2 cpu"
+    assert devices(tmp_path / "broken", cores=cores, moment=("train", 25)) == "2 cpu"
     assert not (tmp_path / "broken" / "results.json").exists()
-    assert finish(start(*flags, f"--workdir={tmp_path / 'broken'}", cores=cores[:1])) == "1 cpu"
+    assert devices(tmp_path / "broken", cores=cores[:1]) == "1 cpu"
     whole, broken = (
         json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "broken")
     )
-    assert whole["step"] == broken["step"] == 300
+    assert whole["step"] == broken["step"] == 40
     assert whole["valid_nats"] == pytest.approx(broken["valid_nats"], rel=1e-4)
     # It has learnt much since it was resumed: the last turn matters.
     history = metrics_of(tmp_path / "whole")

@@ -40,13 +40,6 @@ def make_config(learning_rate=4e-3, dropout=0.1, **sections):
     return config.lock()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_stack(rates, mesh):
     """The runs and what they compile, once for all tests below."""
     task = runs.make_task(make_config(), mesh)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import logging
-from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments import pydoc
@@ -42,29 +41,13 @@ SMALL = {
 # Two turns of four steps, each in two dispatches.
 FILES = {
     *("checkpoints", "config.json", "learning_curve.png", "metrics.jsonl", "results.json"),
-    *("speed.jsonl", "tensorboard", "version.json", "vocabulary.json"),
+    *("profile", "speed.jsonl", "tensorboard", "version.json", "vocabulary.json"),
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory):
-    """Runs share their compiled programs, also those in other processes."""
-    options = {
-        "jax_disable_most_optimizations": (True, False),
-        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("compiled")), None),
-        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
-        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
-    }
-
-    def update(which):
-        for name, values in options.items():
-            jax.config.update(name, values[which])
-        compilation_cache.reset_cache()
-
-    update(0)
+def log_all():
     logging.set_verbosity(logging.INFO)
-    yield {name.upper(): str(value) for name, (value, _) in options.items()}
-    update(1)
 
 
 def make_config(overrides=None):
@@ -91,9 +74,9 @@ def restore(config, workdir, which="latest"):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The workdir of a run that nothing happened to."""
+    """The workdir of a run that nothing happened to; its second dispatch is traced."""
     workdir = tmp_path_factory.mktemp("unbroken")
-    train.train_and_evaluate(make_config(), str(workdir))
+    train.train_and_evaluate(make_config(), str(workdir), profile_steps="3:4")
     return workdir
 
 
@@ -127,6 +110,14 @@ def test_a_run_leaves_all_it_should(unbroken):
 
 
 @pytest.mark.slow
+def test_a_trace_has_the_steps_that_were_asked_for_and_no_others(unbroken):
+    (path,) = (unbroken / "profile").glob("**/*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    seen = [event.name for plane in planes for line in plane.lines for event in line.events]
+    assert seen.count("PjitFunction(train_steps)") == 1  # Of four dispatches.
+
+
+@pytest.mark.slow
 def test_a_finished_run_stays_finished(workdir, unbroken):
     (workdir / "results.json").unlink()
     results = train.train_and_evaluate(make_config(), str(workdir))
@@ -152,12 +143,12 @@ main.run()
 """
 
 
-def start(workdir, compiled, moment, terminal=False):
+def start(workdir, moment, terminal=False):
     """The run as a command that is struck by a signal at some moment: (exit code, its output)."""
     overrides = [f"--config.{name}={value}" for name, value in SMALL.items()]
     arguments = ["--config=experiments/pydoc.py:tiny", f"--workdir={workdir}", *overrides]
     command = [sys.executable, "-c", DRIVER, moment, *arguments]
-    environment = os.environ | compiled | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if not terminal:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
@@ -178,10 +169,8 @@ def start(workdir, compiled, moment, terminal=False):
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_gives_the_metrics_of_the_unbroken_one(
-    tmp_path, unbroken, compiled_once
-):
-    code, output = start(tmp_path, compiled_once, f"train 2:{signal.SIGTERM:d}")
+def test_a_run_killed_again_and_again_gives_the_metrics_of_the_unbroken_one(tmp_path, unbroken):
+    code, output = start(tmp_path, f"train 2:{signal.SIGTERM:d}")
     assert code == errors.Interrupted.exit_code == 75, output
     assert "SIGTERM: saving and stopping" in output
     assert "Interrupted: stopped at step 2" in output and "Traceback" not in output
@@ -190,14 +179,14 @@ def test_a_run_killed_again_and_again_gives_the_metrics_of_the_unbroken_one(
     assert "%|" not in output
     assert (tmp_path / "checkpoints" / "2").exists()
 
-    code, output = start(tmp_path, compiled_once, f"train 6:{signal.SIGKILL:d}")
+    code, output = start(tmp_path, f"train 6:{signal.SIGKILL:d}")
     assert code == -signal.SIGKILL, output
     assert "resuming at step 2" in output
     # Readable at any moment, and ahead of the checkpoint.
     assert records(tmp_path, "train", "step") == [2, 4, 6]
     assert not (tmp_path / "checkpoints" / "6").exists()
 
-    code, output = start(tmp_path, compiled_once, "never:0", terminal=True)
+    code, output = start(tmp_path, "never:0", terminal=True)
     assert code == 0, output
     assert "%|" in output and "tok/s" in output and "learning_curve.png" in output
     assert_same_metrics(tmp_path, unbroken)
@@ -365,6 +354,7 @@ def test_two_tailed_averaging_runs_to_the_end(tmp_path):
     config = make_config({"averaging.kind": "two_tailed"})
     results = train.train_and_evaluate(config, str(tmp_path))
     assert records(tmp_path, "eval", "averaged") == [False, True, True]
+    assert {path.name for path in tmp_path.iterdir()} == FILES - {"profile"}
     assert results["valid_nats"] == pytest.approx(min(records(tmp_path, "eval", "valid_nats")))
     average = restore(config, tmp_path).state.average
     # Each evaluation was won by the short tail, which went on from there as the long one.
