@@ -221,17 +221,19 @@ def test_a_worker_works_until_the_service_has_all_trials(service, tmp_path):
     """As `tune` does; the executor scores trials without training."""
 
     class Executor:
+        unit = "ppl"
+
         def run(self, asked):
             for trial in asked:
                 trial.finish(trial.params["rate"])
 
     study = studies.Study("middle", RANGES)
-    queue = worker.open_queue(
+    queue = storages.open_queue(
         study,
         str(tmp_path),
         **dict(name="x-middle", num_trials=5, storage=STORAGE, sampler="gp", seed=0),
     )
-    worker.work(queue, Executor(), parallel=2)
+    worker.work(queue, Executor(), study, str(tmp_path), 2)
     records = queue.records()
     assert [r.number for r in records] == [1, 2, 3, 4, 5]
     assert {r.outcome for r in records} == {"complete"}
