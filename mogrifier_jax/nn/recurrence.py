@@ -124,26 +124,15 @@ def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
 
 def _forward(step, dtype, unroll, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
-    operand = TPU_OPERAND if rounded_on_tpus(dtype) else None
-    ways = {"tpu": functools.partial(push, operand=operand, loop=_scan_into_empty)}
+    ways = {}
+    if rounded_on_tpus(dtype):
+        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND)
     if taps.Taps(arguments[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     return jax.lax.platform_dependent(*arguments, **ways, default=push)
 
 
-def _push(
-    step,
-    dtype,
-    unroll,
-    params,
-    carry,
-    xs,
-    scanned,
-    constant,
-    operand=None,
-    loop=jax.lax.scan,
-    joined=False,
-):
+def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None, joined=False):
     """The way forth, with what the way back needs; options are those of `_pull`."""
     made = taps.Taps(params, operand or dtype, dtype)
     maps = jax.lax.optimization_barrier(made.products()) if joined else made.maps
@@ -165,28 +154,28 @@ def _push(
         after, kept = body(carry, inputs)
         return after, _join(kept)
 
-    run = functools.partial(loop, init=carry, xs=(xs, scanned), unroll=unroll)
-    _, like = jax.eval_shape(lambda: run(body)) if joined else (None, ())
+    loop = functools.partial(jax.lax.scan, init=carry, xs=(xs, scanned), unroll=unroll)
+    _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
-        last, kept = run(body_with_one_write)
+        last, kept = loop(body_with_one_write)
         carries, outputs = _part(kept, like)
     else:
-        last, (carries, outputs) = run(body)
+        last, (carries, outputs) = loop(body)
     hs = jnp.concatenate([carries.h[1:], last.h[None]])
     return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
 
 def _backward(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    ways = {"tpu": functools.partial(pull, loop=_scan_into_empty)}
-    # Where `cells.hoist` has left only maps of h in a step, neither of these pays.
+    ways = {}
+    # Where `cells.hoist` has left only maps of h in a step, none of these pays.
     if taps.Taps(saved[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
         if rounded_on_tpus(dtype):
             outputs = jax.tree.leaves(saved[-1])
             stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
             chunk = TPU_CHUNK if TPU_CHUNKED[0] <= stored <= TPU_CHUNKED[1] else None
-            ways["tpu"] = functools.partial(ways["tpu"], operand=TPU_OPERAND, chunk=chunk)
+            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=chunk)
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
@@ -196,22 +185,11 @@ def rounded_on_tpus(dtype):
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
 
 
-def _pull(
-    step,
-    dtype,
-    unroll,
-    saved,
-    cotangents,
-    operand=None,
-    loop=jax.lax.scan,
-    chunk=None,
-    joined=False,
-):
+def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, joined=False):
     """The way back.
 
     Args:
       operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
-      loop: `lax.scan` or one like it.
       chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
         then computed again in that loop, and not for all time steps before it.
       joined: whether a step writes its gradients as one array, and multiplies by the product of
@@ -266,10 +244,10 @@ def _pull(
         return (d_carry, d_vectors), _join(written) if joined else written
 
     state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
-    run = functools.partial(loop, body, reverse=True, unroll=unroll)
+    loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
     if chunk is not None:
-        run = functools.partial(_scan_in_chunks, loop, run, chunk)
-    (d_carry, d_vectors), written = run(state, (d_hs, carries, xs, scanned, outputs))
+        loop = functools.partial(_scan_in_chunks, loop, chunk)
+    (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
     return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
@@ -277,33 +255,12 @@ def _pull(
 _scan.defvjp(_forward, _backward)
 
 
-def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
-    """`lax.scan`, whose results go into memory that is not filled with zeros first."""
-    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
-    steps = jax.tree.leaves(xs)[0].shape[0]
-
-    def turn(carried, x):
-        state, index, results = carried
-        state, result = body(state, x)
-        results = jax.tree.map(
-            lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, index, 0),
-            results,
-            result,
-        )
-        return (state, index + (-1 if reverse else 1), results), None
-
-    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
-    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
-    return carried[0], carried[2]
-
-
-def _scan_in_chunks(loop, run, most, state, xs):
+def _scan_in_chunks(loop, most, state, xs):
     """Runs a backward loop chunk by chunk, of the largest length up to `most` that divides T."""
     steps = jax.tree.leaves(xs)[0].shape[0]
     length = max(n for n in range(1, most + 1) if steps % n == 0)
     chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
-    state, ys = loop(run, state, chunks, reverse=True)
+    state, ys = jax.lax.scan(loop, state, chunks, reverse=True)
     return state, jax.tree.map(lambda a: a.reshape(steps, *a.shape[2:]), ys)
 
 

@@ -374,7 +374,7 @@ def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked,
     pretend(monkeypatch, "tpu")
     monkeypatch.setattr(recurrence, "TPU_CHUNKED", (0, 2**30))
     monkeypatch.setattr(
-        recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[2]) or run(*args)
+        recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
     )
     cell = make_cell(variant)
     tree, keep, valid = problem(cell)
