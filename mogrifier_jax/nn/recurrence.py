@@ -22,20 +22,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import cells
+from mogrifier_jax.nn import taps
 
-# TPUs multiply float32 operands as bfloat16, so the way back holds them in it; and it is worked off
-# in chunks of at most so many time steps. What a chunk reads and writes fits into the chip's fast
-# memory. Of a whole window XLA keeps some arrays there, and then there is no room for what a
-# single step computes. Neither pays where all is bfloat16, nor if fewer bytes are stored, nor where
-# `cells.hoist` has left only maps of h in a step.
+# TPUs multiply float32 operands as bfloat16, so they are held in it.
 TPU_OPERAND = jnp.dtype("bfloat16")
+# If a device stores a number of bytes between these, the way back of float32 is worked off in
+# chunks of at most so many time steps, each of which fits into the chip's fast memory. Of a whole
+# window XLA would keep some arrays there, and then there is no room for what a single step
+# computes. Larger windows it leaves where they are, and smaller ones leave enough room.
 TPU_CHUNK = 16
-TPU_LARGE = 2**26
-# On GPUs a matmul of two thin factors takes four kernels to start, one by their product two. A
-# product of at most so many bytes is read in less time than that.
-CUDA_PRODUCT = 2**24
-CUDA_ALIGNMENT = 128
+TPU_CHUNKED = (2**26, 2**27)
 # A single row would not be given to a TPU's matrix units, which take eight in the same time.
 TPU_ROWS = 8
 
@@ -87,8 +83,12 @@ def scan(
 
 def _padding(batch):
     """Rows to make of one: more than one if each device of the mesh has a single one."""
-    shards = jax.sharding.get_abstract_mesh().shape.get("data", 1)
-    return TPU_ROWS if batch == shards else 1
+    return TPU_ROWS if batch == _shards() else 1
+
+
+def _shards():
+    """Parts that the batch is cut into, if the mesh is known where this is traced."""
+    return jax.sharding.get_abstract_mesh().shape.get("data", 1)
 
 
 def _pad_on_tpus(run, factor, params, *arguments):
@@ -112,7 +112,7 @@ def _pad_on_tpus(run, factor, params, *arguments):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
-    params = Taps(params, dtype).cast
+    params = taps.Taps(params, dtype).cast
 
     def body(carry, inputs):
         x, extras = inputs
@@ -127,27 +127,27 @@ def _forward(step, dtype, unroll, *arguments):
     ways = {}
     if rounded_on_tpus(dtype):
         ways["tpu"] = functools.partial(push, operand=TPU_OPERAND)
-    if Taps(arguments[0], dtype).read_inputs:
+    if taps.Taps(arguments[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     return jax.lax.platform_dependent(*arguments, **ways, default=push)
 
 
 def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None, joined=False):
-    """The way forth, with what the way back needs; `operand` and `joined` as in `_pull`."""
-    taps = Taps(params, operand or dtype, dtype)
-    maps = jax.lax.optimization_barrier(taps.products()) if joined else taps.maps
+    """The way forth, with what the way back needs; options are those of `_pull`."""
+    made = taps.Taps(params, operand or dtype, dtype)
+    maps = jax.lax.optimization_barrier(made.products()) if joined else made.maps
 
     def body(carry, inputs):
         x, extras = inputs
         outputs = {}
 
         def compute(name, x):
-            y = taps.apply(name, x, maps)
-            if not taps.is_thin(name):
+            y = made.apply(name, x, maps)
+            if not made.is_thin(name):
                 outputs[name] = y
             return y
 
-        after = step(taps.replace(compute), carry, x, **extras, **constant)
+        after = step(made.replace(compute), carry, x, **extras, **constant)
         return after, (carry, outputs)
 
     def body_with_one_write(carry, inputs):
@@ -167,13 +167,15 @@ def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=Non
 
 def _backward(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    params, *_, outputs = saved
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
-    if not Taps(params, dtype).read_inputs:  # A step writes little, and neither way pays.
-        return pull(saved, cotangents)
-    ways = {"cuda": functools.partial(pull, joined=True)}
-    if stored >= TPU_LARGE and rounded_on_tpus(dtype):
-        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
+    ways = {}
+    # Where `cells.hoist` has left only maps of h in a step, none of these pays.
+    if taps.Taps(saved[0], dtype).read_inputs:
+        ways["cuda"] = functools.partial(pull, joined=True)
+        if rounded_on_tpus(dtype):
+            outputs = jax.tree.leaves(saved[-1])
+            stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
+            chunk = TPU_CHUNK if TPU_CHUNKED[0] <= stored <= TPU_CHUNKED[1] else None
+            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=chunk)
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
@@ -197,7 +199,7 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
     operand = operand or dtype
-    taps = Taps(params, operand, dtype)
+    made = taps.Taps(params, operand, dtype)
 
     def ends_of_maps(carry, x, extras, outputs):
         """What goes into every linear map of a step and what comes out of it."""
@@ -206,20 +208,20 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         def recall(name, x):
             inputs[name] = x.astype(operand)
             if name not in outputs:
-                outputs[name] = taps.apply(name, x, taps.maps)
+                outputs[name] = made.apply(name, x, made.maps)
             return outputs[name]
 
-        step(taps.replace(recall), carry, x, **extras, **constant)
+        step(made.replace(recall), carry, x, **extras, **constant)
         return inputs, outputs
 
     inputs, all_outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
     if chunk is None:
         outputs = all_outputs
     # Materialised once, so that the matmuls of the loop read their matrix as it lies.
-    transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
+    transposed = jax.lax.optimization_barrier(jax.tree.map(taps.transpose, made.maps))
     in_loop = transposed
     if joined:
-        in_loop = jax.lax.optimization_barrier(taps.products(transpose=True))
+        in_loop = jax.lax.optimization_barrier(made.products(transposed=True))
 
     def body(state, inputs):
         d_carry, d_vectors = state
@@ -231,9 +233,9 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
             def recall(name, x):
                 return _recall(x, outputs[name], in_loop[name])
 
-            return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
+            return step(made.replace(recall, vectors), carry, x, **extras, **constant)
 
-        _, pull = jax.vjp(replay, carry, x, outputs, taps.vectors)
+        _, pull = jax.vjp(replay, carry, x, outputs, made.vectors)
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
@@ -241,13 +243,13 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         written = (d_x, d_outputs)
         return (d_carry, d_vectors), _join(written) if joined else written
 
-    state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
+    state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
     loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(_scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
-    return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
+    return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
 
 
 _scan.defvjp(_forward, _backward)
@@ -287,7 +289,7 @@ def _recall_backward(transposed, d_output):
     d_x = d_output
     for matrix in reversed(transposed):
         d_x = jnp.tensordot(
-            _pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
+            taps.pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
             matrix,
             axes=matrix.ndim - 1,
             preferred_element_type=d_output.dtype,
@@ -296,138 +298,3 @@ def _recall_backward(transposed, d_output):
 
 
 _recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
-
-
-def _pad_last(x, size):
-    """Zeros behind the last axis of x, up to a size."""
-    missing = size - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
-
-
-def _transpose(matrix):
-    """[I, ...] to [..., I]."""
-    return jnp.moveaxis(matrix, 0, -1)
-
-
-class Taps:
-    """A parameter tree taken apart into linear maps, their biases, and other vectors.
-
-    A map is a tuple of one matrix, or of the two factors `down` and `up`; it goes by the name
-    of the first. Names are paths in the tree. Matrices are cast to `dtype`; `output_dtype` is
-    that of the maps' outputs, if it is another. An output has its bias in it unless that would
-    round it once more.
-    """
-
-    _FIRST = ("kernel", "down", "input", "recurrent")
-    _BIASED = ("kernel", "down", "input")  # The one of these that stands beside a bias.
-
-    def __init__(self, params, dtype, output_dtype=None):
-        self._dtype, self._output_dtype = dtype, output_dtype or dtype
-        self._whole = cells.wide(self._output_dtype) == self._output_dtype
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
-        self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-        self._second, self._bias, self.maps = {}, {}, {}
-        self.read_inputs = False  # Whether x goes through a map, too.
-        for path, leaf in flat:
-            name, last = jax.tree_util.keystr(path), path[-1].key
-            if last in self._FIRST:
-                self.maps[name] = (leaf.astype(dtype),)
-                self.read_inputs |= last != "recurrent"
-                up, bias = _beside(path, "up"), _beside(path, "bias")
-                if last == "down":
-                    self._second[name] = up
-                    self.maps[name] += (self._params[up].astype(dtype),)
-                if last in self._BIASED and bias in self._params:
-                    self._bias[name] = bias
-        taken = {*self.maps, *self._second.values(), *self._bias.values()}
-        self.vectors = {name: v for name, v in self._params.items() if name not in taken}
-
-    @property
-    def cast(self):
-        """The tree with its matrices in the compute dtype."""
-        matrices = {name: matrices[0] for name, matrices in self.maps.items()}
-        matrices |= {up: self.maps[down][1] for down, up in self._second.items()}
-        return self._treedef.unflatten({**self._params, **matrices}.values())
-
-    def is_thin(self, name):
-        """Whether a map is a product of two factors."""
-        return len(self.maps[name]) == 2
-
-    def products(self, transpose=False):
-        """The maps with the product of their factors, if it is small, in the factors' place.
-
-        Its first axis has zeros at the end: XLA cuts it into parts, and would fill up the last one
-        in every step.
-        """
-
-        def multiply(matrices):
-            down, up = matrices[0], matrices[-1]
-            size = len(down) * up.shape[-1] * down.dtype.itemsize
-            if len(matrices) == 1 or up.ndim > 2 or size > CUDA_PRODUCT:
-                return tuple(map(_transpose, matrices)) if transpose else matrices
-            wide = cells.wide(self._dtype)
-            product = jnp.tensordot(
-                down, up, axes=1, precision="highest", preferred_element_type=wide
-            )
-            product = _transpose(product) if transpose else product
-            missing = -product.shape[0] % CUDA_ALIGNMENT
-            return (jnp.pad(product.astype(self._dtype), [(0, missing), (0, 0)]),)
-
-        return {name: multiply(matrices) for name, matrices in self.maps.items()}
-
-    def apply(self, name, x, maps):
-        """The output of a map; `maps` are these, or their products."""
-        for matrix in maps[name]:
-            x = jnp.tensordot(
-                _pad_last(x.astype(self._dtype), matrix.shape[0]),
-                matrix,
-                axes=1,
-                preferred_element_type=self._output_dtype,
-            )
-        return self._add_bias(name, x) if self._whole else x
-
-    def _add_bias(self, name, y):
-        """To a map's output, if the map has one."""
-        y = cells.widen(y)
-        return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
-
-    def replace(self, output_of, vectors=None):
-        """The tree with `output_of(name, x)` in place of each map: see `cells.project`."""
-
-        def tap(name):
-            def use(x, bias):
-                y = output_of(name, x)
-                return y if self._whole else self._add_bias(name, y)
-
-            return use
-
-        taps = {name: tap(name) for name in self.maps}
-        return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
-
-    def gradients(self, inputs, d_outputs, d_vectors, transposed):
-        """One matmul over [T, B] for each matrix, one sum for each bias."""
-        grads = dict(d_vectors)
-        for name, matrices in self.maps.items():
-            x, d_output = inputs[name], d_outputs[name]
-            if name in self._bias:
-                grads[self._bias[name]] = cells.sum_leading(d_output, 2)
-            if self.is_thin(name):
-                low = jnp.tensordot(x, matrices[0], axes=1)
-                grads[self._second[name]] = _sum_of_products(low, d_output)
-                up = transposed[name][1]
-                d_output = jnp.tensordot(d_output, up, axes=up.ndim - 1)
-            grads[name] = _sum_of_products(x, d_output)
-        return self._treedef.unflatten(
-            grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
-        )
-
-
-def _sum_of_products(x, d_output):
-    """The gradient of a matrix from the two ends of its matmul, over all of [T, B]."""
-    wide = cells.wide(d_output.dtype)
-    return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
-
-
-def _beside(path, name):
-    """The name of what stands beside a leaf in its dict."""
-    return jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey(name)))

@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 from mogrifier_jax import partitioning
-from mogrifier_jax.nn import cells, layers, recurrence, rnn
+from mogrifier_jax.nn import cells, layers, recurrence, rnn, taps
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
@@ -244,7 +244,7 @@ def matrices_of(tree):
 def unknown_to_taps(weights):
     """Matrices whose gradient would be summed up at its full size at every step back."""
     weights = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), weights)
-    vectors = recurrence.Taps(weights, jnp.dtype(jnp.float32)).vectors
+    vectors = taps.Taps(weights, jnp.dtype(jnp.float32)).vectors
     return [name for name in matrices_of(weights) if name in vectors]
 
 
@@ -294,7 +294,7 @@ def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid):
     with monkeypatch.context() as patch:
         pretend(patch, platform)
         patch.setattr(recurrence, "TPU_CHUNK", 4)
-        patch.setattr(recurrence, "TPU_LARGE", 0)
+        patch.setattr(recurrence, "TPU_CHUNKED", (0, 2**30))
         if dtype == jnp.float64:
             patch.setattr(recurrence, "TPU_OPERAND", dtype)
             patch.setattr(recurrence, "rounded_on_tpus", lambda dtype: True)
@@ -372,7 +372,7 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
 def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
     lengths, run = [], recurrence._scan_in_chunks
     pretend(monkeypatch, "tpu")
-    monkeypatch.setattr(recurrence, "TPU_LARGE", 0)
+    monkeypatch.setattr(recurrence, "TPU_CHUNKED", (0, 2**30))
     monkeypatch.setattr(
         recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
     )
