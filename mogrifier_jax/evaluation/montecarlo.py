@@ -119,7 +119,9 @@ class MonteCarlo:
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
         weights = np.arange(self.num_blocks * self.block_size) < samples
         self._weights = self._place(jnp.asarray(weights / samples, jnp.float32))
-        self._keys = self._place(sample_keys(key, self.num_blocks * self.block_size))
+        keys = sample_keys(key, self.num_blocks * self.block_size)
+        # As numbers: keys themselves cannot be put on the devices of other processes.
+        self._keys = jax.random.wrap_key_data(self._place(jax.random.key_data(keys)))
         self._chunk = min(chunk, plan.num_windows)
         run = functools.partial(
             sample_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk, average=average
