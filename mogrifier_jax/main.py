@@ -204,7 +204,9 @@ def sample() -> None:
     from mogrifier_jax.evaluation import sample as sampling
 
     options: dict[str, Any] = {name: FLAGS[name].value for name in sampling.Sampling._fields}
-    sampling.run(_WORKDIR.value or "", sampling.Sampling(**options), _PROMPT.value)
+    first = jax.process_index() == 0  # All processes draw the same, and one prints it.
+    with contextlib.nullcontext() if first else contextlib.redirect_stdout(None):
+        sampling.run(_WORKDIR.value or "", sampling.Sampling(**options), _PROMPT.value)
 
 
 def export() -> None:

@@ -29,7 +29,16 @@ from mogrifier_jax.training import metrics, train
 WORKDIR = pathlib.Path(__file__).parent / "data" / "workdir_v1"
 EXPECTED = WORKDIR.with_name("workdir_v1_expected.json")
 TEXT = "the gates gate x\nand then what became of h\nwith the mogrifier x and h" * 2
-METHODS = "deterministic,mc,dyneval"
+OPTIONS = {
+    "methods": "deterministic,mc,dyneval",
+    "splits": "valid",
+    "temperature": "saved",
+    "samples": 3,
+    "dyneval.window": 5,
+    "dyneval.learning_rates": "1e-2",
+    "dyneval.batch_size": 8,
+    "dyneval.max_windows": 4,
+}
 
 
 def make_config():
@@ -83,18 +92,10 @@ def _flatten(gates):
     return np.concatenate([np.asarray(gate, np.float64).mean(1) for gate in each]).tolist()
 
 
-def evaluate(workdir):
+def evaluate(workdir, **changes):
     """Nats on validation data by each method of `--mode=evaluate`."""
     chosen = main.eval_options()
-    chosen.update(
-        dict(
-            methods=METHODS,
-            splits="valid",
-            temperature="saved",
-            samples=3,
-            dyneval=dict(window=5, learning_rates="1e-2", batch_size=8, max_windows=4),
-        )
-    )
+    chosen.update_from_flattened_dict(OPTIONS | changes)
     (evaluation,) = scoring.run([str(workdir)], chosen)
     return {row["method"]: row["nats"] for row in evaluation["results"]}
 

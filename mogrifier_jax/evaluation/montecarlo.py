@@ -118,10 +118,10 @@ class MonteCarlo:
         self._samples = samples
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
         weights = np.arange(self.num_blocks * self.block_size) < samples
-        self._blocks = (
-            self._place(sample_keys(key, self.num_blocks * self.block_size)),
-            self._place(jnp.asarray(weights / samples, jnp.float32)),
-        )
+        keys = sample_keys(key, self.num_blocks * self.block_size)
+        # As numbers: keys themselves cannot be put on the devices of other processes.
+        keys = jax.random.wrap_key_data(self._place(jax.random.key_data(keys)))
+        self._blocks = (keys, self._place(jnp.asarray(weights / samples, jnp.float32)))
         self._average, self._chunk = average, min(chunk, plan.num_windows)
         everywhere = mesh and NamedSharding(mesh, PartitionSpec())
         self._run = jax.jit(

@@ -48,7 +48,8 @@ def load_weights(
 
     Args:
       workdir: or a file of `save_file`, which holds one checkpoint alone.
-      mesh: devices that each get a copy of the weights; by default the first device.
+      mesh: devices that each get a copy of the weights; by default the first device, or all of
+        several processes.
     """
     if which not in ("best", "latest"):
         raise errors.UsageError(f"checkpoint {which!r} is unknown; use 'best' or 'latest'")
@@ -196,6 +197,8 @@ def _digest(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
 
 
 def _place(mesh: Mesh | None) -> Any:
+    if mesh is None and jax.process_count() > 1:  # All of them must have the weights.
+        mesh = partitioning.make_mesh()
     return partitioning.replicated(mesh) if mesh else SingleDeviceSharding(jax.devices()[0])
 
 

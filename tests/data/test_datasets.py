@@ -251,7 +251,7 @@ def start_python(script, *arguments):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     return out
 

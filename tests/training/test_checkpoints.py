@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -368,9 +367,8 @@ def test_a_killed_save_leaves_the_one_before(tmp_path):
     assert process.stdout.readline() == b"saved\n"
     process.stdin.write(b"go\n")
     process.stdin.flush()
-    deadline = time.monotonic() + 60
     while not list(tmp_path.glob("checkpoints/*.orbax-checkpoint-tmp/state*/*")):
-        assert time.monotonic() < deadline
+        assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
     # Usually 2; a slow machine may have let it get further.

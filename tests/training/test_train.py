@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -114,7 +115,10 @@ def test_a_trace_has_the_steps_that_were_asked_for_and_no_others(unbroken):
     (path,) = (unbroken / "profile").glob("**/*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
     seen = [event.name for plane in planes for line in plane.lines for event in line.events]
-    assert seen.count("PjitFunction(train_steps)") == 1  # Of four dispatches.
+    programs = [re.fullmatch(r"\[(\d)\] .*\((jit_\w+)\)", name) for name in seen]
+    # Each device has done one of four dispatches, and nothing else.
+    found = sorted(program.groups() for program in programs if program)
+    assert found == [(str(device), "jit_train_steps") for device in range(8)]
 
 
 @pytest.mark.slow

@@ -12,9 +12,7 @@ import sys
 import threading
 import time
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import config_dict
 
 from experiments import ptb, pydoc
@@ -38,26 +36,6 @@ RATES = {
     "dropout.input": {"low": 0.0, "high": 0.9},
 }
 TWO = {"x": studies.Range(-1.0, 1.0), "n": studies.Range(0, 6, "integer")}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(tmp_path_factory):
-    """Trials share their compiled programs, also those of workers in other processes."""
-    settings = {
-        "jax_disable_most_optimizations": (True, False),
-        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("compiled")), None),
-        "jax_persistent_cache_min_compile_time_secs": (0.0, 1.0),
-        "jax_persistent_cache_min_entry_size_bytes": (-1, 0),
-    }
-
-    def update(which):
-        for name, values in settings.items():
-            jax.config.update(name, values[which])
-        compilation_cache.reset_cache()
-
-    update(0)
-    yield {name.upper(): str(value) for name, (value, _) in settings.items()}
-    update(1)
 
 
 def make_config(**sections):
@@ -322,7 +300,8 @@ def test_an_interruption_puts_trials_back(tmp_path, monkeypatch):
     beats = first._trial.user_attrs["heartbeat"]
     with pytest.raises(errors.Interrupted), queue.hold([first, second]):
         second.finish(1.0)
-        time.sleep(0.2)
+        while queue.study.trials[0].user_attrs["heartbeat"] == beats:
+            time.sleep(0.01)
         raise errors.Interrupted("now")
     assert queue.study.trials[0].user_attrs["heartbeat"] > beats
     assert threading.active_count() < 50
@@ -501,47 +480,48 @@ from mogrifier_jax.training import train
 from mogrifier_jax.tuning import trials, worker
 from tests.tuning import test_worker
 
-workdir, study, storage, slow = sys.argv[1:]
+workdir, study, doomed = sys.argv[1:]
 trials.BEAT_SECONDS, trials.GRACE_SECONDS, worker.POLL_SECONDS = 0.5, 5.0, 0.2
 save = train.Book.save
 
-def save_slowly(self, state, **info):
+def save_and_say(self, state, **info):
     save(self, state, **info)
     self.saved.wait()
     print("saved", int(state.step), self.workdir, flush=True)
-    time.sleep(float(slow))
+    if doomed and state.step == 4:
+        time.sleep(3600)  # It is killed here.
 
-train.Book.save = save_slowly
-test_worker.tune(workdir, study=study, num_trials=6, parallel=1, storage=storage or None)
+train.Book.save = save_and_say
+test_worker.tune(workdir, study=study, num_trials=4, parallel=1)
 """
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file, compiled_once):
+def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file):
     workdir = tmp_path / "study"
-    environment = os.environ | compiled_once | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
-    def start(slow):
-        command = [sys.executable, "-c", WORKER, str(workdir), study_file, "", str(slow)]
+    def start(doomed):
+        command = [sys.executable, "-c", WORKER, str(workdir), study_file, doomed]
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
 
-    with start(1.0) as doomed, start(0.0) as other:
+    with start("doomed") as doomed, start("") as other:
         for line in doomed.stdout:
             if line.startswith("saved 4"):
                 break
         doomed.send_signal(signal.SIGKILL)
         folder = pathlib.Path(line.split()[2])
-        output = other.communicate(timeout=300)[0]
+        output = other.communicate()[0]
     assert doomed.returncode == -signal.SIGKILL and other.returncode == 0
     queue = trials.Queue(
-        storages.open_study(storages.default(str(workdir)), "test-rates", _about(workdir)), {}, 6
+        storages.open_study(storages.default(str(workdir)), "test-rates", _about(workdir)), {}, 4
     )
     records = queue.records()
-    assert [record.outcome for record in records] == ["complete"] * 6
+    assert [record.outcome for record in records] == ["complete"] * 4
     folders = [record.notes["folder"] for record in records]
-    assert len(set(folders)) == 6 and f"trials/{folder.name}" in folders
+    assert len(set(folders)) == 4 and f"trials/{folder.name}" in folders
     # It went on from step 4, and did not begin again.
     assert f"saved 8 {folder}" in output and f"saved 0 {folder}" not in output
     assert f"saved 4 {folder}" not in output
