@@ -247,8 +247,7 @@ class VizierTrial:
 
     def prune(self, reason: str) -> None:
         """The trial was stopped early."""
-        self._notes |= {"outcome": "pruned", "reason": reason}
-        self._complete(None, reason)
+        self.fail("pruned", reason)
 
     def fail(self, outcome: str, reason: str) -> None:
         """There is no value, and why."""
