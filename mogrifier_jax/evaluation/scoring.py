@@ -32,7 +32,7 @@ from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, metrics, progress, workdirs
 
-# Rows of the table that have places of their own, or none.
+# Keys of a result that `describe` shows elsewhere, or not at all.
 _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
 
 

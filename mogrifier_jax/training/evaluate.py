@@ -57,7 +57,7 @@ class Targets(NamedTuple):
         return TokenScores(tokens[valid], nats[valid].astype(np.float32))
 
     def count(self, windows: int) -> int:
-        """Tokens in the first so many windows."""
+        """How many tokens the first windows have."""
         return int(self.valid[:windows].sum())
 
 

@@ -143,7 +143,7 @@ def neighbourhoods(
     found = []
     for name, limits in studied.ranges.items():
         value = best.params[name]
-        # As wide as elsewhere when the best lies at an end of the range.
+        # The window keeps its width when the best lies at an end of the range.
         start = min(max(limits.place(value) - WINDOW / 2, 0.0), 1 - WINDOW)
         low, high = limits.at(start), limits.at(start + WINDOW)
         inside = [t.nats for t in others if low <= t.params[name] <= high]

@@ -167,7 +167,7 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
             break
         except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
             problem = str(error.orig or error).strip().splitlines()[0]
-        except sqlalchemy.exc.ArgumentError:  # Its text holds what was given.
+        except sqlalchemy.exc.ArgumentError:  # Its text holds the URL, perhaps with a password.
             problem = "it is not an URL"
             break
         except sqlalchemy.exc.SQLAlchemyError as error:
@@ -311,7 +311,7 @@ class VizierQueue:
 
     @contextlib.contextmanager
     def hold(self, asked: Sequence[VizierTrial]) -> Iterator[None]:
-        """The service knows whose they are."""
+        """Does nothing: the service knows which worker has a trial."""
         del asked
         yield
 
