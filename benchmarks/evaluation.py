@@ -112,7 +112,7 @@ def sampling_contenders(size: Size, samples: int):
     def sequential() -> float:
         parts = []
         for s in range(samples):
-            single._keys = keys[s].reshape(1, 1)
+            single._blocks = (keys[s].reshape(1, 1), single._blocks[1])
             parts.append(-single(params).nats.astype(np.float64))
         nats = np.log(samples) - np.logaddexp.reduce(parts, axis=0)
         return evaluate.TokenScores(np.zeros(len(nats)), nats).mean()

@@ -10,7 +10,6 @@ every token in the order of the text. `inspection.py` opens workdirs and draws.
 
 import functools
 import heapq
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -210,14 +209,6 @@ class GateReport:
     def strongest(self) -> list[Moment]:
         """The moments of strongest gating, in order."""
         return sorted(self._heap, reverse=True)
-
-    def to_json(self) -> str:
-        """Rows and histograms."""
-        histograms = {
-            f"{layer + 1}/{name}": np.asarray(summary.histogram, int).tolist()
-            for (layer, name), summary in sorted(self.summaries.items())
-        }
-        return json.dumps({"rows": self.rows(), "histograms": histograms}, indent=1)
 
 
 class GateAnalysis:

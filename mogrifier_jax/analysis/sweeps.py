@@ -163,7 +163,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
     free = share_cores(parallel)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(runtime.StopRequests())
-        stack.callback(terminate, running)  # None is left when all is well.
+        stack.callback(terminate, running)  # When all went well, none is running by then.
         while waiting or running:
             if stop.requested():
                 stopped += waiting

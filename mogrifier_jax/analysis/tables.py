@@ -108,7 +108,7 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
             cells.append("" if paper is None else metrics.number(paper, unit))
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
         lines.append(cells)
-    return f"**{title}**, {LABELS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
+    return f"**{title}**, {metrics.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
 
 
 def is_best(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -217,12 +217,6 @@ _SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
 
 Rows = Sequence[Mapping[str, Any]]
 COLOURS = {"LSTM": "tab:orange", "Mogrifier": "tab:blue"}
-LABELS = {
-    "ppl": "perplexity",
-    "bpc": "bits per character",
-    "bpb": "bits per byte",
-    "nats": "nats per token",
-}
 
 
 def draw_set(each: configs.Set, rows: Rows, path: str | os.PathLike) -> None:
@@ -286,7 +280,7 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
 
 def _draw(axes, each: configs.Set, points, unit: str) -> None:
     """One panel; `points` are (row, mean, spread, scores of the seeds or None)."""
-    name = f"validation, {LABELS[unit]}"
+    name = f"validation, {metrics.UNITS[unit]}"
     if all(row["x"] is None for row, *_ in points):
         _draw_list(axes, points)
         axes.set_xlabel(name)

@@ -81,9 +81,6 @@ def make_task(
 ) -> Task:
     """The task of `config.data`; `key` draws the offsets and the jitter of the stripes."""
     del drop_state_probability  # The train step reads it.
-    for label, value in (("batch_size", batch_size), ("window", window)):
-        if value < 1:
-            raise errors.UsageError(f"data.{label} {value} must be at least 1")
     if name in GENERATED:
         return GENERATED[name](mesh, batch_size, **options)
     from mogrifier_jax.data import corpora  # Its libraries are not needed to use a trained model.

@@ -169,7 +169,7 @@ class DynamicEvaluation:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
         params, count = partitioning.replicate(params, self._mesh), len(keys)
         size = -(-count // self._devices) * self._devices
-        # What only fills up the mesh repeats the first ones.
+        # The mesh is filled up with repetitions of the first ones.
         order = np.arange(size) % count
         each = jax.tree.map(lambda a: a[order], (settings, keys))
         state = self._copies(params, count=size)
@@ -184,7 +184,7 @@ class DynamicEvaluation:
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 
     def outcome(self, nats: np.ndarray) -> Outcome:
-        """What nats [windows, B, T] amount to."""
+        """The outcome of one adaptation, given its nats [windows, B, T]."""
         finite = np.isfinite(nats).all((1, 2))
         diverged_at = None if finite.all() else int(np.argmin(finite))
         return Outcome(self.targets.in_order(nats[:diverged_at]), diverged_at)

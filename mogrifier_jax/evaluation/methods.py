@@ -142,7 +142,7 @@ class Scorer:
     def num_stripes(self, name: str) -> int:
         """As many as asked for."""
         if not self.texts.carries:
-            return self.batch_size  # Examples stand alone: the same scores, only sooner.
+            return self.batch_size  # Examples stand alone: more at a time changes no score.
         lines = self.loaded.config.evaluation.lines_per_stripe
         return self.options.stripes or evaluate.num_stripes(
             self.texts, name, self.batch_size, lines
@@ -266,7 +266,7 @@ class Scorer:
         return settings[best], {"valid": outcomes[best]}
 
     def require_validation(self, what: str, needed: bool = True) -> None:
-        """There is nothing to choose by when a single file is scored."""
+        """Refuses to choose among values where there is no validation set: a file is scored."""
         if self.options.text and needed:
             raise errors.UsageError(
                 f"several {what} are chosen from by the validation set, which --eval.text leaves "

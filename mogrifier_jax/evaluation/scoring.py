@@ -32,7 +32,7 @@ from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, metrics, progress, workdirs
 
-# Rows of the table that have places of their own, or none.
+# Keys of a result that `describe` shows elsewhere, or not at all.
 _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
 
 
@@ -239,10 +239,9 @@ def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
     sections = []
     for corpus in dict.fromkeys(e["run"]["corpus"] for e in evaluations):
         chosen = [e for e in evaluations if e["run"]["corpus"] == corpus]
-        unit = {"ppl": "perplexity", "bpc": "bits per character", "bpb": "bits per byte"}
         head = ["model", "parameters", "evaluation", *(name for name, *_ in COLUMNS), "run"]
         lines = [
-            f"## {corpus}, {unit[chosen[0]['unit']]}",
+            f"## {corpus}, {metrics.UNITS[chosen[0]['unit']]}",
             "",
             "Ours, then in parentheses the paper's and the difference.",
             "",

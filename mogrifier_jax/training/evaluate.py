@@ -9,7 +9,6 @@ A logit scale multiplies the logits: it is lamb's softmax temperature, and recor
 "temperature".
 """
 
-import dataclasses
 import functools
 import math
 import time
@@ -23,7 +22,7 @@ import tqdm
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.training import metrics, steps
 
@@ -41,7 +40,7 @@ class TokenScores(NamedTuple):
 
     def mean(self) -> float:
         """The cross-entropy: nats per token."""
-        return metrics.Sum(self.nats, len(self.nats)).mean() if len(self.nats) else math.nan
+        return metrics.Sum(self.nats, len(self.nats)).mean()
 
 
 class Targets(NamedTuple):
@@ -58,7 +57,7 @@ class Targets(NamedTuple):
         return TokenScores(tokens[valid], nats[valid].astype(np.float32))
 
     def count(self, windows: int) -> int:
-        """Tokens in the first so many windows."""
+        """How many tokens the first windows have."""
         return int(self.valid[:windows].sum())
 
 
@@ -302,27 +301,14 @@ class Scores(NamedTuple):
     temperature: float  # The logit scale.
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """`config.evaluation`."""
+class Settings(NamedTuple):
+    """`config.evaluation`; `configs.py` has the limits."""
 
     softmax_temperature: float | None = None  # Searched unless set.
     temperature_tokens: int = 50_000
     lines_per_stripe: int = 100
     train_windows: int = 20
     max_windows: int | None = None  # Of validation and test data; all unless set.
-
-    def __post_init__(self):
-        temperature = self.softmax_temperature
-        if temperature is not None and not 0 < temperature <= 10:
-            raise errors.UsageError(
-                f"evaluation.softmax_temperature {temperature} is out of range: it multiplies the "
-                "logits, so give a value in (0, 10], or leave it unset to search"
-            )
-        for name in ("temperature_tokens", "lines_per_stripe", "train_windows", "max_windows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise errors.UsageError(f"evaluation.{name} {value} must be at least 1")
 
 
 class TurnEvaluation:

@@ -38,20 +38,11 @@ class Sum(NamedTuple):
     total: Any  # Scalar or array; float32 on devices, float64 on the host.
     count: Any
 
-    def merge(self, other: "Sum") -> "Sum":
-        """The sum of both, element by element."""
-        return Sum(self.total + other.total, self.count + other.count)
-
-    def on_host(self) -> "Sum":
-        """One float64 total and one int count, of all elements."""
-        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
-        total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
-        return Sum(float(total.sum()), int(count.sum()))
-
     def mean(self) -> float:
         """The mean over all elements, divided once, in float64; of nothing it is nan."""
-        total, count = self.on_host()
-        return total / count if count else math.nan
+        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
+        total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
+        return float(total.sum()) / int(count.sum()) if count.sum() else math.nan
 
 
 def perplexity(nats: float) -> float:
@@ -67,6 +58,15 @@ def bits(nats: float) -> float:
 def in_unit(nats: float, unit: str) -> float:
     """A cross-entropy in the unit that people read it in: "ppl", "bpc", "bpb", or "nats"."""
     return nats if unit == "nats" else perplexity(nats) if unit == "ppl" else bits(nats)
+
+
+# What the units stand for.
+UNITS = {
+    "ppl": "perplexity",
+    "bpc": "bits per character",
+    "bpb": "bits per byte",
+    "nats": "nats per token",
+}
 
 
 def digits(unit: str) -> int:

@@ -150,7 +150,7 @@ class Together:
 
     def unstack(self, state: States, number: int) -> list[steps.TrainState]:
         """The states of the first `number` runs, each on the first device."""
-        # Copied, as what is on a CPU may be lent out rather than fetched, and is donated later.
+        # Copied: on a CPU this may be a view of memory that is donated later.
         host = jax.tree.map(np.array, state.stacked)
         place = NamedSharding(home(self.mesh), PartitionSpec())
         shared = jax.device_put(state.shared, place)
@@ -198,7 +198,7 @@ class Together:
         self, states: Sequence[steps.TrainState], temperatures: Sequence[float]
     ) -> dict[str, np.ndarray]:
         """Nats per token [N] of the averaged weights on validation and test data."""
-        # They need not be of the same step, which does not matter for their weights.
+        # They may be of different steps: only their weights are read.
         stack = self.stack(states).stacked
         (weights,) = self._value(stack["average"], stack["params"])
         temperatures = self._fill(temperatures, 1.0)
@@ -249,7 +249,7 @@ class Alone:
         self._evaluate = run.turn_evaluation()
 
     def stack(self, states: Sequence[steps.TrainState]) -> steps.TrainState:
-        """The only one."""
+        """The state of the one run, as it is."""
         (state,) = states
         return state
 

@@ -89,7 +89,7 @@ def make_run(
     """Reads every section of a config; what does not fit is an error before any compute.
 
     Args:
-      tuned: dropout rates that stay in the program when they are zero, as they are elsewhere not.
+      tuned: dropout rates that stay in the program even when they are zero; others are left out.
     """
     config = configs.base(config)
     configs.check(config)
@@ -119,7 +119,7 @@ def make_run(
 
 
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
-    """The mesh of a config: of CPU cores that nobody counted, as many as divide the batch."""
+    """The mesh of a config; of CPU cores that no user counted, as many as divide the batch."""
     mesh = partitioning.make_mesh(**config.mesh)
     if config.mesh.data == -1 and partitioning.counted_cores():
         batch_size = config.data.batch_size // config.optimizer.accumulate

@@ -48,11 +48,6 @@ class Rules:
     averaging_at_the_latest: int | None = None
 
     def __post_init__(self):
-        if self.turns < 0 or self.steps_per_turn < 1:
-            raise errors.UsageError(
-                f"schedule of {self.turns} turns x {self.steps_per_turn} steps cannot run: give "
-                "turns >= 0 and steps_per_turn >= 1"
-            )
         drops = _is_on(self.drop_learning_rate_turns) or _is_on(
             self.drop_learning_rate_at_the_latest
         )
@@ -306,9 +301,5 @@ AVERAGES = {"none": _none, "triggered": _triggered, "two_tailed": _two_tailed}
 
 
 def make_averaging(kind: str = "triggered") -> Averaging:
-    """The functions of one kind of averaging: "none", "triggered" or "two_tailed"."""
-    if kind not in AVERAGES:
-        raise errors.UsageError(
-            f"averaging.kind {kind!r} is unknown: choose one of {', '.join(AVERAGES)}"
-        )
+    """The functions of one of AVERAGES."""
     return AVERAGES[kind]()

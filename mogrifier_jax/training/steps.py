@@ -192,9 +192,6 @@ def scale_by_adam_eps_hat(
 
     optax.scale_by_adam adds eps after bias correction instead. With b1 = 0 no first moment is kept.
     """
-    for name, b in (("b1", b1), ("b2", b2)):
-        if not 0 <= b < 1:
-            raise errors.UsageError(f"optimizer.{name} {b} is not a decay rate: give 0 <= b < 1")
 
     def init(params):
         mu = optax.tree.zeros_like(params) if b1 else ()
@@ -260,10 +257,6 @@ def make_optimizer(
 
     b2 is also the decay of rmsprop; momentum belongs to sgd and rmsprop.
     """
-    if name not in OPTIMIZERS:
-        raise errors.UsageError(
-            f"optimizer.name {name!r} is unknown: choose one of {', '.join(OPTIMIZERS)}"
-        )
     if name == "adam" and momentum:
         raise errors.UsageError(f"optimizer.momentum {momentum} does nothing in adam: set b1")
     direction = OPTIMIZERS[name](b1, b2, eps, momentum)

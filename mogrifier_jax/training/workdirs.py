@@ -123,7 +123,7 @@ def config_to_json(config: config_dict.ConfigDict) -> str:
 
 def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
     """The config, locked and checked, from what config.json holds."""
-    values.pop("_types", None)  # For others: `configs` knows the types.
+    values.pop("_types", None)  # For other programs: `configs` knows the types.
     config = configs.base(values)
     configs.check(config)
     return config

@@ -12,7 +12,7 @@ import io
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +143,7 @@ def neighbourhoods(
     found = []
     for name, limits in studied.ranges.items():
         value = best.params[name]
-        # As wide as elsewhere when the best lies at an end of the range.
+        # The window keeps its width when the best lies at an end of the range.
         start = min(max(limits.place(value) - WINDOW / 2, 0.0), 1 - WINDOW)
         low, high = limits.at(start), limits.at(start + WINDOW)
         inside = [t.nats for t in others if low <= t.params[name] <= high]
@@ -208,10 +208,9 @@ def describe(
     complete = complete_trials(known)
     if complete:
         best = complete[0]
-        settings: Mapping[str, Any] = best.params
         sections[f"best: trial {best.number}"] = [
             ("validation", show(best.nats, unit)),
-            *((key, settings[key]) for key in studied.ranges),
+            *((key, best.params[key]) for key in studied.ranges),
         ]
     pictures = ("parallel_coordinates.png", "learning_curves.png")
     paths = [folder / file for file in ("report.md", "trials.csv", "best.py", *pictures)]

@@ -167,7 +167,7 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
             break
         except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
             problem = str(error.orig or error).strip().splitlines()[0]
-        except sqlalchemy.exc.ArgumentError:  # Its text holds what was given.
+        except sqlalchemy.exc.ArgumentError:  # Its text holds the URL, perhaps with a password.
             problem = "it is not an URL"
             break
         except sqlalchemy.exc.SQLAlchemyError as error:
@@ -247,8 +247,7 @@ class VizierTrial:
 
     def prune(self, reason: str) -> None:
         """The trial was stopped early."""
-        self._notes |= {"outcome": "pruned", "reason": reason}
-        self._complete(None, reason)
+        self.fail("pruned", reason)
 
     def fail(self, outcome: str, reason: str) -> None:
         """There is no value, and why."""
@@ -312,7 +311,7 @@ class VizierQueue:
 
     @contextlib.contextmanager
     def hold(self, asked: Sequence[VizierTrial]) -> Iterator[None]:
-        """The service knows whose they are."""
+        """Does nothing: the service knows which worker has a trial."""
         del asked
         yield
 

@@ -176,14 +176,14 @@ def configure(
     study: Study, config: config_dict.ConfigDict, params: Mapping[str, float]
 ) -> config_dict.ConfigDict:
     """The config of a trial."""
-    tried = copy.deepcopy(config)  # With the types of what is absent.
+    tried = copy.deepcopy(config)  # A deep copy keeps the types of absent values.
     with tried.unlocked():
         for name, value in {**study.fixed, **params}.items():
             section, _, key = name.rpartition(".")
             part = functools.reduce(lambda c, k: c[k], section.split("."), tried)
             part[key] = value
         model = tried.get("model", {})
-        if "rank" in model:  # One form of what means the same, so that trials are seen to be alike.
+        if "rank" in model:  # Every rank up to 0 means full rank.
             model.rank = max(0, model.rank) if model.get("rounds") else 0
     return tried.lock()
 

@@ -26,7 +26,7 @@ from mogrifier_jax.tuning import studies
 
 BEAT_SECONDS = 15.0
 GRACE_SECONDS = 120.0  # Without a beat for so long, a worker counts as dead.
-MAX_ATTEMPTS = 4  # A trial that takes its worker with it every time is given up.
+MAX_ATTEMPTS = 4  # A trial during which so many workers died is given up.
 
 
 class Pruned(errors.Abandoned):
@@ -199,7 +199,7 @@ class Queue:
         )
 
     def waiting(self) -> bool:
-        """Whether a trial that was begun is to be gone on with."""
+        """Whether a trial that was begun waits for a worker."""
         return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def records(self) -> list[Record]:

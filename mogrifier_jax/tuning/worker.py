@@ -31,7 +31,7 @@ from mogrifier_jax.nn import models
 from mogrifier_jax.training import programs, progress, runs, train, workdirs
 from mogrifier_jax.tuning import report, storages, studies, trials
 
-POLL_SECONDS = 2.0  # Between looks at what other workers do.
+POLL_SECONDS = 2.0  # Between looks at the trials of other workers.
 
 
 class Executor(Protocol):
@@ -174,7 +174,7 @@ class Training:
         self._programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._alone = Site.alone(config)
         self._together = Site.together(parallel) if parallel > 1 else self._alone
-        # What is wrong with the experiment itself is no matter of trials.
+        # An experiment that cannot be made at all is refused here, before any trial.
         run = self._make_run(studies.configure(study, config, {}), self._together)
         self.unit = run.task.score_unit
 
@@ -231,7 +231,7 @@ class Training:
         return runs.make_run(config, place.of_runs, place.task(config), tuned=self._tuned)
 
     def _program(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What was compiled for a shape, or is now."""
+        """The program for a shape, compiled once."""
         if key not in self._programs:
             self._programs[key] = make()
         self._programs.move_to_end(key)
@@ -246,7 +246,7 @@ class Training:
         return folder
 
     def _tell(self, trial: trials.Trial, folder: str, outcome: train.Outcome) -> None:
-        """Numbers are numbers; all else has a reason instead."""
+        """Tells a trial its value, or why it has none."""
         if isinstance(outcome, Mapping):
             workdirs.write_json(folder, "results.json", outcome)
             names = ("best_turn", "temperature", "test_nats")
@@ -271,7 +271,7 @@ class Adapting:
             raise errors.UsageError("settings are chosen on the validation set; drop --eval.text")
 
     def run(self, asked: Sequence[trials.Trial]) -> None:
-        """Window by window."""
+        """The trials of each window together, one window after the other."""
         for window in dict.fromkeys(trial.params["window"] for trial in asked):
             self._run_window(window, [t for t in asked if t.params["window"] == window])
 

@@ -72,8 +72,6 @@ def test_copies_need_no_corpus_and_score_every_word():
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (make_task, {"batch_size": 0}, "data.batch_size 0 must be at least 1"),
-        (make_task, {"window": -3}, "data.window -3 must be at least 1"),
         (make_task, {"name": "pidoc"}, "corpus 'pidoc' is unknown; use one of .*pydoc"),
         (make_task, {"lenght": 3}, "corpus 'pydoc' has no option 'lenght'; it has none"),
         (make_copies, {"lenght": 3}, "data.lenght is no option of reverse_copy; it has length"),

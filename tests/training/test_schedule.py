@@ -150,8 +150,6 @@ def test_a_turn_is_evaluated_once_and_in_order():
 @pytest.mark.parametrize(
     "rules, message",
     [
-        ({"turns": -1}, "-1 turns"),
-        ({"steps_per_turn": 0}, "0 steps"),
         ({"drop_learning_rate_turns": 3}, "drop_learning_rate_multiplier"),
         ({"early_stopping_slowest_rate": 0.1}, "early_stopping_turns"),
         ({"early_stopping_worst_xe_target": 1.1}, "early_stopping_turns"),
