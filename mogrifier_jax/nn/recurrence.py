@@ -26,12 +26,12 @@ from mogrifier_jax.nn import taps
 
 # TPUs multiply float32 operands as bfloat16, so they are held in it.
 TPU_OPERAND = jnp.dtype("bfloat16")
-# If a device stores a number of bytes between these, the way back of float32 is worked off in
-# chunks of at most so many time steps, each of which fits into the chip's fast memory. Of a whole
-# window XLA would keep some arrays there, and then there is no room for what a single step
-# computes. Larger windows it leaves where they are, and smaller ones leave enough room.
+# How the way back of float32 is worked off there depends on the bytes of outputs that a device
+# stores. Up to the first number whole windows fit into the chip's fast memory, beside what a single
+# step computes. Up to the second one XLA would still put some of them there, and leave no room:
+# then chunks of at most so many time steps do fit. Larger windows it leaves where they are.
+TPU_WINDOWS = (2**26, 2**27)
 TPU_CHUNK = 16
-TPU_CHUNKED = (2**26, 2**27)
 # A single row would not be given to a TPU's matrix units, which take eight in the same time.
 TPU_ROWS = 8
 
@@ -126,13 +126,25 @@ def _forward(step, dtype, unroll, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
     ways = {}
     if rounded_on_tpus(dtype):
-        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND)
+        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=_scan_into_empty)
     if taps.Taps(arguments[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     return jax.lax.platform_dependent(*arguments, **ways, default=push)
 
 
-def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None, joined=False):
+def _push(
+    step,
+    dtype,
+    unroll,
+    params,
+    carry,
+    xs,
+    scanned,
+    constant,
+    operand=None,
+    loop=jax.lax.scan,
+    joined=False,
+):
     """The way forth, with what the way back needs; options are those of `_pull`."""
     made = taps.Taps(params, operand or dtype, dtype)
     maps = jax.lax.optimization_barrier(made.products()) if joined else made.maps
@@ -154,7 +166,7 @@ def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=Non
         after, kept = body(carry, inputs)
         return after, _join(kept)
 
-    loop = functools.partial(jax.lax.scan, init=carry, xs=(xs, scanned), unroll=unroll)
+    loop = functools.partial(loop, init=carry, xs=(xs, scanned), unroll=unroll)
     _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
         last, kept = loop(body_with_one_write)
@@ -174,8 +186,13 @@ def _backward(step, dtype, unroll, saved, cotangents):
         if rounded_on_tpus(dtype):
             outputs = jax.tree.leaves(saved[-1])
             stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
-            chunk = TPU_CHUNK if TPU_CHUNKED[0] <= stored <= TPU_CHUNKED[1] else None
-            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=chunk)
+            least, most = TPU_WINDOWS
+            ways["tpu"] = functools.partial(
+                pull,
+                operand=TPU_OPERAND,
+                loop=_scan_into_empty,
+                chunk=TPU_CHUNK if least < stored <= most else None,
+            )
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
@@ -185,11 +202,22 @@ def rounded_on_tpus(dtype):
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
 
 
-def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, joined=False):
+def _pull(
+    step,
+    dtype,
+    unroll,
+    saved,
+    cotangents,
+    operand=None,
+    loop=jax.lax.scan,
+    chunk=None,
+    joined=False,
+):
     """The way back.
 
     Args:
       operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
+      loop: `lax.scan` or one like it.
       chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
         then computed again in that loop, and not for all time steps before it.
       joined: whether a step writes its gradients as one array, and multiplies by the product of
@@ -244,7 +272,7 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         return (d_carry, d_vectors), _join(written) if joined else written
 
     state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
-    loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
+    loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(_scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
@@ -253,6 +281,30 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
+    """`lax.scan`, whose results go into memory that is not filled with zeros first.
+
+    Not if they are large: XLA allocates them long before the loop, perhaps in the fast memory.
+    """
+    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    if size // _shards() > TPU_WINDOWS[1]:
+        return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
+
+    def turn(carried, x):
+        state, index, results = carried
+        state, result = body(state, x)
+        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        results = jax.tree.map(write, results, result)
+        return (state, index + (-1 if reverse else 1), results), None
+
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
+    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
+    carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
+    return carried[0], carried[2]
 
 
 def _scan_in_chunks(loop, most, state, xs):
