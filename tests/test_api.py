@@ -45,7 +45,9 @@ def test_examples_of_docstrings_run(name, monkeypatch):
     assert test.examples and not doctest.DocTestRunner().run(test).failed
 
 
-@pytest.mark.parametrize("name", ["Mogrifier", "MogrifierLSTMCell", "RNN"])
+@pytest.mark.parametrize(
+    "name", quick.mostly_slow(["Mogrifier", "MogrifierLSTMCell", "RNN"], "Mogrifier")
+)
 def test_examples_of_nnx_run(name):
     cases = doctest.DocTestFinder().find(sys.modules[mogrifier_jax.nnx.RNN.__module__])
     (test,) = (t for t in cases if t.name.endswith(f".{name}"))
@@ -69,7 +71,7 @@ def make_rnn(name, **cell_options):
     return nn.RNN(cell, return_carry=True)
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "MogrifierLSTMCell"))
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS))
 def test_cells_train_in_float32_and_bfloat16(name):
     """Within nn.RNN, with lengths, under jit and grad; parameters and gradients stay float32."""
     rnn, low = make_rnn(name), make_rnn(name, dtype=jnp.bfloat16)

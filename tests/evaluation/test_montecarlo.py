@@ -85,6 +85,7 @@ def test_one_stream_does_not_depend_on_the_window():
     np.testing.assert_allclose(short.nats, long.nats, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stripes_agree_with_one_stream_until_the_second_stripe_starts():
     one, two = deterministic(1), deterministic(2)
     start = int(SPLIT.line_starts[len(LINES) // 2])

@@ -59,7 +59,7 @@ def test_a_converted_cell_computes_the_same(name):
     close(outputs(back, same), outputs(cell, params), 0 if name != "LSTMCell" else 1e-6)
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(NAMES, "GRUCell"))
+@pytest.mark.parametrize("name", quick.mostly_slow(NAMES))
 def test_a_converted_cell_of_nnx_computes_the_same(name):
     cell = getattr(nnx, name)(D, H, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
     ours = from_flax.convert(cell)

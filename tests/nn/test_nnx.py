@@ -54,7 +54,7 @@ def solve(rnn, xs=XS, **given):
     return found, nnx.to_pure_dict(d_rnn)["cell"], d_xs
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "MogrifierLSTMCell"))
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS))
 def test_linen_and_nnx_are_equal_weight_by_weight_and_gradient_by_gradient(name):
     cell = make_cell(name)
     linen = getattr(mogrifier_jax, name)(H, **CELLS[name])
