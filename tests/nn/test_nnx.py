@@ -54,7 +54,8 @@ def solve(rnn, xs=XS, **given):
     return found, nnx.to_pure_dict(d_rnn)["cell"], d_xs
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(CELLS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
 def test_linen_and_nnx_are_equal_weight_by_weight_and_gradient_by_gradient(name):
     cell = make_cell(name)
     linen = getattr(mogrifier_jax, name)(H, **CELLS[name])
@@ -175,6 +176,7 @@ def test_an_optimizer_trains_it():
     assert loss_of(model) < 0.5 * before
 
 
+@pytest.mark.slow
 def test_split_and_merge():
     rnn = mogrifier_jax.nnx.RNN(make_cell())
     expected = rnn(XS)
