@@ -178,6 +178,7 @@ def test_the_power_average_lies_between():
     assert np.abs(sample("power", power=0.5).nats - near_zero.nats).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("components", [0, 2])
 def test_log_probabilities_are_those_of_the_loss(components):
     model, params = make_model(components)

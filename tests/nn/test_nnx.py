@@ -193,6 +193,7 @@ def test_split_and_merge():
     assert nnx.split(mogrifier_jax.nnx.RNN(make_cell(zigzag=False)), nnx.Param, ...)[0] != graph
 
 
+@pytest.mark.slow
 def test_a_step_and_its_carry():
     cell = make_cell(dtype=jnp.bfloat16)
     carry, y = cell(cell.initialize_carry((B, D), nnx.Rngs(0)), XS[:, 0])
@@ -203,6 +204,7 @@ def test_a_step_and_its_carry():
     assert not cell.initialize_carry((B, D)).c.any()
 
 
+@pytest.mark.slow
 def test_state_dropout_draws_from_its_stream():
     def make(**options):
         return mogrifier_jax.nnx.RNN(make_cell(), state_dropout=0.5, **options)
