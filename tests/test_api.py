@@ -45,7 +45,9 @@ def test_examples_of_docstrings_run(name, monkeypatch):
     assert test.examples and not doctest.DocTestRunner().run(test).failed
 
 
-@pytest.mark.parametrize("name", ["Mogrifier", "MogrifierLSTMCell", "RNN"])
+@pytest.mark.parametrize(
+    "name", quick.mostly_slow(["Mogrifier", "MogrifierLSTMCell", "RNN"], "Mogrifier")
+)
 def test_examples_of_nnx_run(name):
     cases = doctest.DocTestFinder().find(sys.modules[mogrifier_jax.nnx.RNN.__module__])
     (test,) = (t for t in cases if t.name.endswith(f".{name}"))
@@ -69,7 +71,8 @@ def make_rnn(name, **cell_options):
     return nn.RNN(cell, return_carry=True)
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "MogrifierLSTMCell"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
 def test_cells_train_in_float32_and_bfloat16(name):
     """Within nn.RNN, with lengths, under jit and grad; parameters and gradients stay float32."""
     rnn, low = make_rnn(name), make_rnn(name, dtype=jnp.bfloat16)
@@ -223,6 +226,7 @@ def test_gates_are_those_of_every_token(model):
     assert (0 < first["rounds"][0]).all() and (first["rounds"][0] < 2).all()
 
 
+@pytest.mark.slow
 def test_a_loaded_run_tells_what_it_is(model, workdir):
     assert model.config.model.rounds == 3 and model.config.data.window == 8
     saved = json.loads((workdir / "config.json").read_text())
@@ -232,6 +236,7 @@ def test_a_loaded_run_tells_what_it_is(model, workdir):
     assert mogrifier_jax.load(str(workdir), "latest").info["which"] == "latest"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_explained(model, workdir, tmp_path, monkeypatch):
     for call, words in (
         (lambda: mogrifier_jax.load(tmp_path / "none"), "none does not exist; give that of a trai"),

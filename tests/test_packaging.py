@@ -130,7 +130,7 @@ def test_importing_loads_nothing_but_flax_and_what_is_ours(run):
 def test_every_module_is_in_the_wheel_and_none_needs_the_repository(run):
     names = [
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-        for path in (ROOT / "mogrifier_jax").glob("*.py")
+        for path in (ROOT / "mogrifier_jax").rglob("*.py")
         if path.name not in ("main.py", "__init__.py")
     ]
     listed = subprocess.run(

@@ -94,6 +94,7 @@ def test_outcomes_are_the_scores_of_the_tokens():
     assert outcome.diverged_at is None
 
 
+@pytest.mark.slow
 def test_the_weights_return_at_the_decay_rate():
     """With a decay of one at every weight the update undoes all that came before."""
     _, params, statistics = case()
@@ -220,6 +221,7 @@ def test_stripes_without_lines_do_not_dilute_the_statistics():
     assert len(short.losses) == 1 and abs(float(short.mean) - float(statistics.mean)) > 1e-4
 
 
+@pytest.mark.slow
 def test_statistics_are_kept_until_something_changes(tmp_path, monkeypatch):
     model, params, statistics = case()
     runs = []
@@ -247,6 +249,7 @@ def test_statistics_are_kept_until_something_changes(tmp_path, monkeypatch):
     assert len(runs) == 5  # and is good after that.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [SETTING._replace(epsilon=0.0), SETTING._replace(learning_rate=-1e-3)]
 )

@@ -85,6 +85,7 @@ def test_one_stream_does_not_depend_on_the_window():
     np.testing.assert_allclose(short.nats, long.nats, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stripes_agree_with_one_stream_until_the_second_stripe_starts():
     one, two = deterministic(1), deterministic(2)
     start = int(SPLIT.line_starts[len(LINES) // 2])
@@ -177,6 +178,7 @@ def test_the_power_average_lies_between():
     assert np.abs(sample("power", power=0.5).nats - near_zero.nats).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("components", [0, 2])
 def test_log_probabilities_are_those_of_the_loss(components):
     model, params = make_model(components)

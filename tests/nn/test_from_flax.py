@@ -11,7 +11,6 @@ from flax import nnx
 
 import mogrifier_jax
 from mogrifier_jax import errors
-from tests import quick
 
 from_flax = mogrifier_jax.from_flax
 B, T, D, H = 3, 5, 4, 6
@@ -35,7 +34,8 @@ def close(found, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(NAMES, "OptimizedLSTMCell"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_converted_cell_computes_the_same(name):
     cell = getattr(nn, name)(H)
     params = make_params(cell)
@@ -59,7 +59,8 @@ def test_a_converted_cell_computes_the_same(name):
     close(outputs(back, same), outputs(cell, params), 0 if name != "LSTMCell" else 1e-6)
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(NAMES, "GRUCell"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_converted_cell_of_nnx_computes_the_same(name):
     cell = getattr(nnx, name)(D, H, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
     ours = from_flax.convert(cell)

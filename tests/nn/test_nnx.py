@@ -54,7 +54,8 @@ def solve(rnn, xs=XS, **given):
     return found, nnx.to_pure_dict(d_rnn)["cell"], d_xs
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "MogrifierLSTMCell"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
 def test_linen_and_nnx_are_equal_weight_by_weight_and_gradient_by_gradient(name):
     cell = make_cell(name)
     linen = getattr(mogrifier_jax, name)(H, **CELLS[name])
@@ -175,6 +176,7 @@ def test_an_optimizer_trains_it():
     assert loss_of(model) < 0.5 * before
 
 
+@pytest.mark.slow
 def test_split_and_merge():
     rnn = mogrifier_jax.nnx.RNN(make_cell())
     expected = rnn(XS)
@@ -191,6 +193,7 @@ def test_split_and_merge():
     assert nnx.split(mogrifier_jax.nnx.RNN(make_cell(zigzag=False)), nnx.Param, ...)[0] != graph
 
 
+@pytest.mark.slow
 def test_a_step_and_its_carry():
     cell = make_cell(dtype=jnp.bfloat16)
     carry, y = cell(cell.initialize_carry((B, D), nnx.Rngs(0)), XS[:, 0])
@@ -201,6 +204,7 @@ def test_a_step_and_its_carry():
     assert not cell.initialize_carry((B, D)).c.any()
 
 
+@pytest.mark.slow
 def test_state_dropout_draws_from_its_stream():
     def make(**options):
         return mogrifier_jax.nnx.RNN(make_cell(), state_dropout=0.5, **options)

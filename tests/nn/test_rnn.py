@@ -62,7 +62,8 @@ def assert_equal(found, expected, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", quick.mostly_slow([*OURS, *FLAXS], "mogrifier_lstm"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OURS, *FLAXS])
 def test_it_is_the_rnn_of_flax_of_the_same_cell(name):
     """Values to float64 accuracy, of a sequence of length zero too; other inputs differ."""
     with jax.enable_x64(True):

@@ -300,6 +300,7 @@ def test_a_resumed_run_sets_damage_aside_and_saves_that_step_again(workdir):
     assert_same(restore(workdir).state, make_state(2))
 
 
+@pytest.mark.slow
 def test_nothing_good_left_is_an_error_that_lists_what_was_tried(workdir):
     for step in ("1", "2"):
         truncate(*data_files(workdir / "checkpoints" / step))
