@@ -29,6 +29,7 @@ from absl import flags
 from mogrifier_jax import configs, main
 from mogrifier_jax.evaluation import (  # Imported once, before the forks.
     methods,
+    options,
     sample,
     trained,
 )
@@ -269,7 +270,7 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
     mine = {flag.name for flag in main.FLAGS.flags_by_module_dict()[main.__name__]}
     own = sorted(set(own) & mine)
     keys = [f"config.{name}" for name in names_of(configs.load_config(CONFIG))]
-    evaluation = [f"eval.{name}" for name in names_of(main.eval_options())]
+    evaluation = [f"eval.{name}" for name in names_of(options.evaluation())]
     for _ in range(count):
         mode = draw.choice(main.MODES)
         base = {"mode": mode, "workdir": str(reference)}

@@ -17,10 +17,10 @@ if __name__ == "__main__":
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from ml_collections import config_flags
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.configs import COUNT, SEED, Key
+from mogrifier_jax.evaluation import options as evaluation_options
 
 FLAGS = flags.FLAGS
 MODES = "train evaluate sample export preflight sweep inspect explore tune config".split()
@@ -70,34 +70,7 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
 _PEER_TIMEOUT = flags.DEFINE_float("peer_timeout", 60.0, "Seconds until a process counts as lost.")
 
-PEER_TIMEOUT = Key(float, 60.0, above=0.0, high=1e6)
-# Set as --eval.name=value; lists are written with commas.
-EVAL_KEYS = {
-    "which": Key(str, "best", choices=("best", "latest")),
-    "methods": Key(str, "deterministic"),  # Of methods.METHODS; empty: reports what is known.
-    "splits": Key(str, "valid,test"),
-    "text": Key(str),  # To score in place of the splits.
-    "ensemble": Key(str),  # Token files to average; nothing else is done.
-    "output": Key(str),  # For Markdown, or the ensemble's token file.
-    "source_dir": Key(str),  # Where the corpus is now,
-    "data_dir": Key(str),  # if not where the run had it.
-    "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
-    "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
-    "window": Key(int, low=1, high=10**6),  # As in training unless set.
-    "seed": SEED,  # Of the dropout masks.
-    "samples": Key(int, 200, low=1, high=10**6),
-    "samples_per_block": Key(int, low=1, high=10**6),  # By memory unless set.
-    "average": Key(str, "arithmetic", choices="evaluation.montecarlo.AVERAGES"),
-    "power": Key(float, 0.5, low=-1e3, high=1e3),
-    "multipliers": Key(str, "1"),  # On dropout rates; of several the best on validation is taken.
-    "dyneval.window": Key(int, 10, low=1, high=10**6),
-    "dyneval.learning_rates": Key(str, "1e-5"),  # Of several the best on validation is taken.
-    "dyneval.decay_rates": Key(str, "1e-3"),
-    "dyneval.epsilons": Key(str, "1e-5"),
-    "dyneval.batch_size": Key(int, 1024, low=1, high=10**6),  # Stripes of gradient statistics,
-    "dyneval.max_windows": COUNT._replace(default=500),  # and how many of their windows.
-    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations side by side; by memory.
-}
+PEER_TIMEOUT = configs.Key(float, 60.0, above=0.0, high=1e6)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -195,7 +168,7 @@ def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
     from mogrifier_jax.evaluation import scoring
 
-    check_eval()
+    evaluation_options.check(FLAGS.eval)
     scoring.run(folders(), FLAGS.eval)
 
 
@@ -289,7 +262,7 @@ def tune() -> None:
         sampler=_SAMPLER.value,
     )
     if _STUDY.value == "dyneval":
-        check_eval()
+        evaluation_options.check(FLAGS.eval)
         worker.tune_dyneval(_WORKDIR.value or "", FLAGS.eval, **options)
         return
     require_config()
@@ -341,21 +314,13 @@ def explain_config(name: str) -> None:
         configs.load_config(name)
 
 
-def eval_options() -> config_dict.ConfigDict:
-    """The defaults of --eval: deterministic, one stream, the temperature searched as lamb does."""
-    return configs.make_dict(EVAL_KEYS).lock()
-
-
-def check_eval() -> None:
-    """Refuses values that an option of --eval cannot have."""
-    configs.check_values(configs.flatten(FLAGS.eval), EVAL_KEYS, prefix="eval.")
-
-
 def define_options() -> None:
     """Flags with options of their own: a misspelt one is an error as they are defined."""
     if "eval" in FLAGS:  # Of an earlier command line in this process.
         delattr(FLAGS, "eval")
-    config_flags.DEFINE_config_dict("eval", eval_options(), "For evaluate: options.")
+    config_flags.DEFINE_config_dict(
+        "eval", evaluation_options.evaluation(), "For evaluate: options."
+    )
 
 
 def explain(error: BaseException) -> str:

@@ -106,11 +106,8 @@ class Vocabulary:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest dtype that holds every id."""
-        for dtype in (np.uint8, np.uint16):
-            if len(self) <= np.iinfo(dtype).max + 1:
-                return np.dtype(dtype)
-        return np.dtype(np.int32)
+        """Of ids in memory."""
+        return smallest_dtype(len(self))
 
     def encode_split(self, text: str | bytes) -> EncodedSplit:
         """Encodes whole lines; a last line without a line break also gets its eos."""
@@ -204,6 +201,13 @@ class Vocabulary:
             tokens = np.append(tokens, self.dtype.type(self.eos_id))
         starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1]) if len(ends) else ends
         return EncodedSplit(tokens, starts)
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The smallest dtype that holds every id."""
+    return np.dtype(
+        np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
+    )
 
 
 def check_level(level: str) -> None:

@@ -4,7 +4,7 @@
 
 Results are added to `evaluation.json` in the workdir, and the score of every token goes to
 `tokens/<method>_<text>.npz`. Several workdirs become Markdown, with the paper's rows beside
-theirs. `methods.py` scores.
+theirs. `options.py` lists the options, `methods.py` scores.
 
 A file of tokens is a compressed .npz with the arrays `tokens` [N] int32 and `nats` [N] float32, in
 the order of the text, and `about`, a JSON text that names the vocabulary by its digest. Several of

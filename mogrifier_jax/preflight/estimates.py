@@ -6,8 +6,8 @@ The program is the one that training runs, `log_every` steps in one dispatch, wi
 of `partitioning.py` on the described chips; every number is for one of its steps. The programs of
 the evaluation before each turn are compiled as well: their time is in the hours, and a run fits
 only if they do, beside the state of training. Around it:
-`tracing.py` stands in for the data and counts before compilation, `targets.py` knows the chips,
-`costs.py` reads the program.
+an abstract task stands in for the data, `targets.py` knows the chips, `costs.py` counts FLOPs and
+reads the program.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.preflight import costs, targets, tracing
+from mogrifier_jax.preflight import costs, targets
 from mogrifier_jax.training import evaluate, progress, runs, workdirs
 
 _GIB = 1024**3
@@ -111,7 +111,7 @@ def run(
 def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
     """Compiles the train step of a config for a target and reads what it will cost."""
     mesh = _mesh(config, target)
-    task = tracing.make_task(config.data, mesh)
+    task = tasks.make_abstract_task(config.data, mesh)
     made = runs.make_run(config, mesh, task)
     state, count = made.abstract_state(), max(1, config.get("log_every", 20))
     traced = made.jit_steps().trace(state, task.stream, made.hyper, num_steps=count)
@@ -127,10 +127,10 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         dtype=str(config.model.dtype),
         vocab_size=len(task.vocabulary),
         parameters=sum(models.count_parameters(made.model).values()),
-        flops=tracing.count_flops(traced.jaxpr) // count,
+        flops=costs.count_flops(traced.jaxpr) // count,
         memory=target.chip.memory,
     )
-    assumed = tracing.ASSUMED.get(config.data.name)
+    assumed = tasks.ASSUMED.get(config.data.name)
     notes = [assumed] if assumed else []
     started = time.perf_counter()
     try:

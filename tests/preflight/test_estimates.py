@@ -15,7 +15,7 @@ import pytest
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.preflight import estimates, targets, tracing
+from mogrifier_jax.preflight import estimates, targets
 
 ROOT = pathlib.Path(__file__).parents[2]
 INSTALLED = {
@@ -195,14 +195,14 @@ def test_abstract_stream_is_the_real_one_without_text():
     mesh = partitioning.make_mesh()
     options = {k: v for k, v in section.items() if k != "drop_state_probability"}
     real = tasks.make_task(jax.random.key(0), mesh, **options)
-    made = tracing.make_task(section, mesh)
+    made = tasks.make_abstract_task(section, mesh)
     jax.tree.map(
         lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or 1 / 0,
         made.stream,
         real.stream,
     )
     assert len(made.vocabulary) == len(real.vocabulary) and made.carries == real.carries
-    lines = tracing.make_task(dict(section) | {"episodic": True}, mesh)
+    lines = tasks.make_abstract_task(dict(section) | {"episodic": True}, mesh)
     batch = jax.eval_shape(lines.batch_at, lines.stream, 0)
     assert batch.inputs.shape == (B, T) and not lines.carries
 
@@ -212,7 +212,7 @@ def test_abstract_stream_is_the_real_one_without_text():
 )
 def test_known_corpora_need_not_be_here(name, vocab_size, monkeypatch):
     monkeypatch.setattr(corpora, "load_corpus", None)
-    task = tracing.make_task(get_config(name).data, partitioning.make_mesh())
+    task = tasks.make_abstract_task(get_config(name).data, partitioning.make_mesh())
     assert len(task.vocabulary) == vocab_size
 
 

@@ -5,14 +5,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from mogrifier_jax.preflight import hlo, tracing
+from mogrifier_jax.preflight import costs, hlo
 
 B, N, K, T = 8, 16, 32, 6
 MATMUL = 2 * B * K * N
 
 
 def count(fn, *shapes):
-    return tracing.count_flops(jax.make_jaxpr(fn)(*[jnp.zeros(shape) for shape in shapes]))
+    return costs.count_flops(jax.make_jaxpr(fn)(*[jnp.zeros(shape) for shape in shapes]))
 
 
 def scan(w, x):
@@ -131,4 +131,4 @@ def test_compiled_and_traced_counts_agree():
             for i in computation.instructions.values():
                 if i.opcode == "dot":
                     total += T * sum(d.flops for d in hlo.dots(module, computation, i))
-    assert total == tracing.count_flops(jax.make_jaxpr(fn)(w, x)) == 3 * T * 2 * B * K * K
+    assert total == costs.count_flops(jax.make_jaxpr(fn)(w, x)) == 3 * T * 2 * B * K * K

@@ -11,8 +11,9 @@ import pytest
 
 from experiments import pydoc
 from mogrifier_jax import errors
+from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import pretrained
-from mogrifier_jax.preflight import costs, targets, tracing
+from mogrifier_jax.preflight import costs, targets
 from mogrifier_jax.training import metrics, programs, runs, train
 from tests import quick
 from tests import workdir as written
@@ -182,7 +183,7 @@ def test_a_rate_of_zero_stays_in_the_program_when_it_is_tuned(four):
 def program_text(mesh, count, log_every=2):
     """The compiled steps of `count` runs on a mesh that may not be here."""
     config = make_config()
-    task = tracing.make_task(config.data, mesh)
+    task = tasks.make_abstract_task(config.data, mesh)
     run = runs.make_run(config, programs.home(mesh), task)
     everywhere, over_trials = programs.places(mesh, (None, 0))
     one = programs.split(jax.eval_shape(run.init_state))
@@ -221,7 +222,9 @@ def test_sixteen_trials_on_sixteen_chips_do_not_speak():
     run = runs.make_run(
         make_config(data=dict(batch_size=16)),
         targets.mesh(target, 16, 1),
-        tracing.make_task(make_config(data=dict(batch_size=16)).data, targets.mesh(target, 16, 1)),
+        tasks.make_abstract_task(
+            make_config(data=dict(batch_size=16)).data, targets.mesh(target, 16, 1)
+        ),
     )
     control = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=2)
     assert costs.analyse(control.compile().as_text()).collectives
