@@ -5,9 +5,11 @@ r"""Kills, signals, damages and full disks on a small run, and drawn command lin
 An unbroken run of `experiments/pydoc.py:tiny` is the reference. What must hold: a run that was
 killed or whose disk was full ends, once it may, with the same metrics and results, byte by byte.
 A damage is either named, refused in one sentence, or changes no number. No line of a traceback is
-printed, and exit codes are those of docs/pods.md. Each start is a fork of a process that has
-imported the package and has not started JAX, so it takes a second. Full disks are small tmpfs
-mounts, for which one must be root; without, files are limited in size (RLIMIT_FSIZE).
+printed, and exit codes are those of docs/pods.md. The report grows in `<folder>/report.txt`.
+
+Each start is a fork of a process that has imported the package and has not started JAX, so it
+takes a second. Full disks are small tmpfs mounts, for which one must be root; without, files are
+limited in size (RLIMIT_FSIZE).
 """
 
 import argparse
@@ -81,15 +83,22 @@ def finish(pid: int) -> int:
 
 
 class Report:
-    """Counts of what happened, and a list of what should not have."""
+    """Counts of what happened, and a list of what should not have; in a file as it goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: pathlib.Path, title: str) -> None:
+        self.path, self.title = path, title
         self.counts: collections.Counter[str] = collections.Counter()
         self.faults: list[str] = []
 
     def note(self, kind: str, outcome: str) -> None:
         """Counts an outcome."""
         self.counts[f"{kind}: {outcome}"] += 1
+        self.path.write_text(str(self))
+
+    def __str__(self) -> str:
+        counts = [f"{count:6d}  {name}" for name, count in sorted(self.counts.items())]
+        faults = [f"{len(self.faults)} faults", *(f"  {fault}" for fault in self.faults)]
+        return "\n".join([self.title, *counts, *faults, ""])
 
     def check(self, holds: bool, what: str, log: pathlib.Path) -> None:
         """Notes what does not hold, with the last line that was said."""
@@ -306,13 +315,14 @@ def run() -> int:
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)
     given.folder.mkdir(parents=True)
-    draw, report = random.Random(given.seed), Report()
+    draw = random.Random(given.seed)
     reference, log = given.folder / "reference", given.folder / "log"
     complete(given.folder / "first", log)  # Compiles.
     began = time.monotonic()
     assert complete(reference, log) == 0, log.read_text()
     seconds = time.monotonic() - began
-    print(f"seed {given.seed}; an unbroken run takes {seconds:.1f} s", flush=True)
+    title = f"seed {given.seed}; an unbroken run takes {seconds:.1f} s"
+    report = Report(given.folder / "report.txt", title)
     try:
         kill(given.kills, given.folder, reference, seconds, draw, report)
         damage(given.damages, given.folder, reference, draw, report)
@@ -320,11 +330,7 @@ def run() -> int:
         draw_lines(given.lines, given.folder, reference, draw, report)
     except KeyboardInterrupt:
         print("interrupted; so far:")
-    for name, count in sorted(report.counts.items()):
-        print(f"{count:6d}  {name}")
-    print(f"{len(report.faults)} faults")
-    for fault in report.faults:
-        print(" ", fault)
+    print(report)
     return bool(report.faults)
 
 
