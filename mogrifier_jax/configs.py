@@ -170,15 +170,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "model": Key(int, 1, low=-1, high=10**6),
     },
 }
-# Limits of numbers among the fields of cells, where -1e6 to 1e6 is too wide.
-CELL_LIMITS: dict[str, dict[str, Any]] = {
-    "rounds": dict(low=0, high=100),
-    "gate_rank": dict(low=0, high=10**6),
-    "init_factor": dict(above=0.0, high=1e3),
-    "cell_clip": dict(above=0.0, high=1e6),
-    "forget_bias": dict(low=-1e3, high=1e3),
-}
-
 # lamb's choices where they are not the defaults.
 LAMB = dict(data=dict(drop_state_probability=0.01), optimizer=dict(accumulate_reduce="sum"))
 UNGATED = dict(model=dict(rounds=0, rank=0))
@@ -200,7 +191,7 @@ def keys() -> dict[str, Key]:
 
 def _cell_keys() -> dict[str, Key]:
     """The fields of the cells; where cells differ in a default, None stands for the cell's own."""
-    from mogrifier_jax.nn import layers  # Not needed to read sets or the paper's numbers.
+    from mogrifier_jax.nn import layers, sizing  # Not needed to read sets or the paper's numbers.
 
     kinds: dict[str, type] = {}
     defaults: dict[str, set[Any]] = {}
@@ -213,10 +204,8 @@ def _cell_keys() -> dict[str, Key]:
                 kinds[field.name] = types[0]
                 default = fixed.get(field.name, field.default)
                 defaults.setdefault(field.name, set()).add(default)
-    wide: dict[str, Any] = dict(low=-1e6, high=1e6)
-    limits = {n: CELL_LIMITS.get(n, wide) if k in (int, float) else {} for n, k in kinds.items()}
     shared = {n: next(iter(found)) if len(found) == 1 else None for n, found in defaults.items()}
-    return {n: Key(kind, shared[n], **limits[n]) for n, kind in kinds.items()}
+    return {n: Key(k, shared[n], *sizing.LIMITS.get(n, ())) for n, k in kinds.items()}
 
 
 def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:

@@ -147,6 +147,7 @@ def check_outputs() -> None:
     from mogrifier_jax.training import workdirs
 
     workdirs.check_output(_JSON.value, "--json")
+    workdirs.check_output(_OUTPUT.value, "--output")
     workdirs.check_output(_REPORT.value, "--report")
     workdirs.check_output(FLAGS.eval.output, "--eval.output")
 
@@ -181,7 +182,6 @@ def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
     from mogrifier_jax.evaluation import scoring
 
-    evaluation_options.check(FLAGS.eval)
     scoring.run(folders(), FLAGS.eval)
 
 
@@ -273,7 +273,6 @@ def tune() -> None:
         sampler=_SAMPLER.value,
     )
     if _STUDY.value == "dyneval":
-        evaluation_options.check(FLAGS.eval)
         dynamic.tune(_WORKDIR.value or "", FLAGS.eval, **options)
         return
     require_config()

@@ -86,18 +86,24 @@ def trained(monkeypatch):
             "workdir none does not exist; give that of a trained",
         ),
         (["--mode=sample", "--workdir=docs"], "docs is not the workdir of a run: it has no config"),
-        (["--mode=sample", "--workdir=none", "--length=-3"], "length -3 must be at least 1 token"),
+        (["--mode=sample", "--workdir=none", "--length=-3"], "length -3 must be at least 1"),
         (["--mode=sample", "--workdir=none", "--length=few"], "flag --length=few: invalid literal"),
-        (["--mode=sample", "--workdir=none", "--temperature=0"], "temperature 0.0 must be above 0"),
+        (
+            ["--mode=sample", "--workdir=none", "--temperature=0"],
+            "temperature 0.0 must be at least 0.0001",
+        ),
         (
             ["--mode=sample", "--workdir=none", "--temperature=-1"],
-            "temperature -1.0 must be above 0",
+            "temperature -1.0 must be at least 0.0001",
         ),
         (
             ["--mode=sample", "--workdir=none", "--top_k=0"],
             "top_k 0 must be at least 1, or left out",
         ),
-        (["--mode=sample", "--workdir=none", "--top_p=2"], "top_p 2.0 must be in (0, 1], or left"),
+        (
+            ["--mode=sample", "--workdir=none", "--top_p=2"],
+            "top_p 2.0 must be at most 1.0, or left",
+        ),
         (
             ["--mode=sample", "--workdir=none", "--num_samples=0"],
             "num_samples 0 must be at least 1",

@@ -14,6 +14,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors
 from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.tuning import report, studies, trials, worker
 
 
@@ -28,6 +29,7 @@ def tune(
 ) -> list[trials.Record]:
     """Searches for the best settings on the validation set; `options` are those of evaluation."""
     worker.check_numbers(num_trials, parallel)
+    evaluation_options.check(options)
     if not trained:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     adapting = Adapting(trained, options)
