@@ -65,6 +65,7 @@ def start(arguments: Sequence[str], log: pathlib.Path, prepare: Callable[[], Non
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Also under nohup.
         sys.argv = ["main", *arguments]
         if prepare is not None:
             prepare()
@@ -346,6 +347,8 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
         shown = " ".join(line)[:400].encode(errors="replace").decode()
         report.check_output(log, code, shown, {0, 2, 3, 75})
         report.note(f"command lines of {mode}", f"code {code}")
+    if not count:
+        return
     dealt = ", ".join(f"{mode} {deck}" for mode, deck in own.items())
     report.title += f"; drawn: keys of configs {keys}, of eval {evaluation}; flags of {dealt}"
 

@@ -366,11 +366,12 @@ def load_config(name: str) -> config_dict.ConfigDict:
     """The config of "file.py:variant", as `--config` makes it."""
     path, _, variant = name.partition(":")
     get_config = getattr(load_file(path), "get_config", None)
-    if get_config is None:
+    if not callable(get_config):
         raise errors.UsageError(f"{path} has no function get_config; define it, as docs/adding.md")
     config = _blame(path, get_config, *([variant] if variant else []))
     if not isinstance(config, config_dict.ConfigDict):
-        where = f"{path}, line {get_config.__code__.co_firstlineno}"
+        code = getattr(get_config, "__code__", None)
+        where = f"{path}, line {code.co_firstlineno}" if code else path
         raise errors.UsageError(f"{where}: get_config returns {config!r}; return that of base()")
     return config
 

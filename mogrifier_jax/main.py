@@ -309,7 +309,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         return FLAGS(list(argv))
     except (errors.UsageError, flags.Error) as error:
         raise errors.UsageError(explain(error)) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         for argument in argv:
             if argument.startswith("--config="):
                 explain_config(argument.removeprefix("--config="))
