@@ -304,16 +304,17 @@ def default_workdir() -> str:
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses the command line; whatever is wrong with it becomes one sentence."""
+    words = " ".join(argv).replace("-config ", "-config=").split(" ")
+    name = next((w.partition("=")[2] for w in words if w.startswith(("--config=", "-config="))), "")
+    if os.path.exists(path := name.partition(":")[0]) and not os.path.isfile(path):
+        raise errors.UsageError(f"--config={path} is not a file; give one, as in experiments/")
     try:
         define_options()
         return FLAGS(list(argv))
-    except (errors.UsageError, flags.Error) as error:
-        raise errors.UsageError(explain(error)) from None
     except (Exception, SystemExit) as error:
-        for argument in argv:
-            if argument.startswith("--config="):
-                explain_config(argument.removeprefix("--config="))
-        if not isinstance(error, AttributeError | KeyError | OSError | ValueError | TypeError):
+        explain_config(name)
+        known = AttributeError | KeyError | OSError | ValueError | TypeError | flags.Error
+        if not isinstance(error, known):
             raise
         raise errors.UsageError(explain(error)) from None
 
