@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import errors, main
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import options, pretrained, scoring, trained
 from mogrifier_jax.nn import from_flax, layers, rnn
 from mogrifier_jax.training import bookkeeping, checkpoints, metrics, runtime, workdirs
@@ -272,6 +273,17 @@ def test_a_damaged_file_is_named(folder, name, content):
         return
     with pytest.raises(errors.UsageError, match=rf"{name}|vocabulary"):
         pretrained.load_weights(folder)
+
+
+@pytest.mark.parametrize("content", [c for c in GARBAGE if c != "other"])
+def test_damaged_notes_on_a_corpus_are_one_sentence(tmp_path, content):
+    (tmp_path / "text").write_text("some words\n" * 30)
+    place = dict(data_dir=str(tmp_path / "data"), path=str(tmp_path / "text"))
+    corpora.load_corpus("text", **place)  # Control.
+    (notes,) = (tmp_path / "data").rglob("dataset_info.json")
+    notes.write_bytes(GARBAGE[content])
+    with pytest.raises(errors.UsageError, match=r"data is damaged .*delete its folder"):
+        corpora.load_corpus("text", **place)
 
 
 @pytest.mark.parametrize("content", GARBAGE)
