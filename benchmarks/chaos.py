@@ -5,9 +5,11 @@ r"""Kills, signals, damages and full disks on a small run, and drawn command lin
 An unbroken run of `experiments/pydoc.py:tiny` is the reference. What must hold: a run that was
 killed or whose disk was full ends, once it may, with the same metrics and results, byte by byte.
 A damage is either named, refused in one sentence, or changes no number. No line of a traceback is
-printed, and exit codes are those of docs/pods.md. Each start is a fork of a process that has
-imported the package and has not started JAX, so it takes a second. Full disks are small tmpfs
-mounts, for which one must be root; without, files are limited in size (RLIMIT_FSIZE).
+printed, and exit codes are those of docs/pods.md. The report grows in `<folder>/report.txt`.
+
+Each start is a fork of a process that has imported the package and has not started JAX, so it
+takes a second. Full disks are small tmpfs mounts, for which one must be root; without, files are
+limited in size (RLIMIT_FSIZE).
 """
 
 import argparse
@@ -15,8 +17,10 @@ import collections
 import functools
 import os
 import pathlib
+import pkgutil
 import random
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -27,13 +31,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from mogrifier_jax import configs, main
-from mogrifier_jax.evaluation import (  # Imported once, before the forks.
-    methods,
-    options,
-    sample,
-    trained,
-)
-from mogrifier_jax.training import train, workdirs
+from mogrifier_jax.evaluation import methods, options, sample, trained
 
 EXPERIMENTS = pathlib.Path("experiments").absolute()
 CONFIG = f"{EXPERIMENTS}/pydoc.py:tiny"
@@ -43,9 +41,18 @@ CODES = {0, 2, 3, 75, 130}
 SECONDS = 20.0  # Of computing, after which a start counts as hanging.
 VALUES = (
     *("", "0", "-1", "1", "2", "3.5", "nan", "inf", "-inf", "1e-38", "1e308", "9" * 30, "True"),
-    *("None", "abc", "[1]", "(1, 2)", "{}", "'", '"', "\\", "a,b", ",", ":", "::", "../.."),
+    *("1000000", str(2**32), str(2**63), str(-(2**63)), "None", "abc", "[1]", "(1, 2)", "{}"),
+    *("'", '"', "\\", "a,b", ",", ":", "::", "../.."),
     *("/proc/x", "/dev/full", "gs://b/x", "\udcff", "ü", " ", "$HOME", "%s", "-", "--", "x" * 5000),
     *("1:2", "2:1", "127.0.0.1:1", "sqlite://", "best", "latest", "float64", "float16", "adam"),
+)
+# Where the work of each mode begins: command lines are tried up to here.
+WORK = (
+    *("training.train:train_turns", "evaluation.sample:Sampler._draw", "tuning.worker:work"),
+    *("training.evaluate:Deterministic.__call__", "training.evaluate:Deterministic.sums"),
+    *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.gradstats:cached_statistics"),
+    *("analysis.sweeps:run_here", "analysis.sweeps:run_beside", "analysis.inspection:inspect"),
+    *("analysis.explore:read", "preflight.flops:of_jaxpr"),
 )
 
 
@@ -58,6 +65,7 @@ def start(arguments: Sequence[str], log: pathlib.Path, prepare: Callable[[], Non
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         os.dup2(2, 1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Also under nohup.
         sys.argv = ["main", *arguments]
         if prepare is not None:
             prepare()
@@ -81,15 +89,22 @@ def finish(pid: int) -> int:
 
 
 class Report:
-    """Counts of what happened, and a list of what should not have."""
+    """Counts of what happened, and a list of what should not have; in a file as it goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: pathlib.Path, title: str) -> None:
+        self.path, self.title = path, title
         self.counts: collections.Counter[str] = collections.Counter()
         self.faults: list[str] = []
 
     def note(self, kind: str, outcome: str) -> None:
         """Counts an outcome."""
         self.counts[f"{kind}: {outcome}"] += 1
+        self.path.write_text(str(self))
+
+    def __str__(self) -> str:
+        counts = [f"{count:6d}  {name}" for name, count in sorted(self.counts.items())]
+        faults = [f"{len(self.faults)} faults", *(f"  {fault}" for fault in self.faults)]
+        return "\n".join([self.title, *counts, *faults, ""])
 
     def check(self, holds: bool, what: str, log: pathlib.Path) -> None:
         """Notes what does not hold, with the last line that was said."""
@@ -130,7 +145,11 @@ def kill(count: int, root: pathlib.Path, reference, seconds: float, draw, report
         number_of_signal = draw.choice(SIGNALS)
         newest = latest(folder)
         pid = start([*RUN, f"--workdir={folder}"], log, without_sample)
-        time.sleep(draw.uniform(0.0, 1.1 * seconds))
+        began, watched = time.monotonic(), os.pidfd_open(pid)
+        ended, _, _ = select.select([watched], [], [], draw.uniform(0.0, 1.1 * seconds))
+        os.close(watched)
+        if ended and newest < 0:
+            seconds = time.monotonic() - began  # The machine is less busy, or more, than before.
         os.kill(pid, number_of_signal)
         code, name = finish(pid), signal.Signals(number_of_signal).name
         report.check_output(log, code, f"{name} {i}", CODES | {-number_of_signal})
@@ -171,6 +190,7 @@ def damage(count: int, root: pathlib.Path, reference, draw, report: Report) -> N
     """Damages a file of a run that has ended, then goes on with it, or scores a text with it."""
     log, scored = root / "log", root / "scored"
     expected = score(reference, log, scored)
+    assert expected[0] == 0, log.read_text()
     for i in range(count):
         folder = root / "damaged"
         shutil.rmtree(folder, ignore_errors=True)
@@ -183,7 +203,8 @@ def damage(count: int, root: pathlib.Path, reference, draw, report: Report) -> N
         what = f"{kind} {path.relative_to(folder)}"
         if draw.random() < 0.4:
             if draw.random() < 0.5:  # As if the run had not ended.
-                (folder / "results.json").unlink(missing_ok=True)
+                if (folder / "results.json").is_file():
+                    (folder / "results.json").unlink()
             code = complete(folder, log)
             same, action = is_like(folder, reference), "resumed"
         else:
@@ -203,7 +224,7 @@ def score(folder: pathlib.Path, log: pathlib.Path, found: pathlib.Path) -> tuple
     found.unlink(missing_ok=True)
 
     def instead() -> None:
-        def run(workdir: str, **_) -> None:
+        def run(workdir: str, *_) -> None:
             nats = trained.load(workdir).score("The lambda form creates a function.").nats_per_token
             found.write_text(repr(nats))
 
@@ -246,55 +267,90 @@ def only_check(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)  # Relative paths are drawn, too.
     resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS), int(SECONDS)))
+    signal.alarm(45 * int(SECONDS))  # It may wait for the cores, but not for ever.
 
     def end(*_, **__):
-        print("checked")
         sys.stdout.flush()
         os._exit(0)
 
-    train.Loop.restore_or_init = end
-    sample.Sampler._draw = end
-    methods.Scorer.deterministic = methods.Scorer.mc = methods.Scorer.dyneval = end
-    from mogrifier_jax.analysis import inspection, sweeps
-    from mogrifier_jax.preflight import estimates
-    from mogrifier_jax.tuning import worker
+    for path in WORK:
+        room, _, name = path.partition(":")
+        holder, _, name = f"{room}:{name}".rpartition("." if "." in name else ":")
+        setattr(pkgutil.resolve_name(f"mogrifier_jax.{holder}"), name, end)
 
-    sweeps.run_here = sweeps.run_beside = inspection.inspect = worker.work = end
-    estimates.examine = estimates.examine_splits = end
+
+class Deck:
+    """Names in a drawn order; all of them are dealt before one comes again."""
+
+    def __init__(self, names: Sequence[str], draw):
+        self._names, self._draw = sorted(names), draw
+        self._left: list[str] = []
+        self.dealt: set[str] = set()
+
+    def deal(self, count: int) -> list[str]:
+        """So many, each once."""
+        found: list[str] = []
+        while len(found) < min(count, len(self._names)):
+            self._left = self._left or self._draw.sample(self._names, len(self._names))
+            found.append(self._left.pop())
+        self.dealt.update(found)
+        return found
+
+    def __str__(self) -> str:
+        return f"{len(self.dealt)} of {len(self._names)}"
+
+
+def flags_of(mode: str) -> list[str]:
+    """Those whose help names the mode, or none."""
+    found = []
+    for flag in main.FLAGS.flags_by_module_dict()[main.__name__]:
+        modes = flag.help.partition(":")[0].removeprefix("For ").split(", ")
+        if flag.name not in ("mode", "eval") and (
+            mode in modes or not set(modes) & set(main.MODES)
+        ):
+            found.append(flag.name)
+    return found
 
 
 def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) -> None:
-    """Command lines with one or two drawn values each."""
+    """Command lines of all modes in turn, with one or two drawn values each."""
     log = root / "log"
-    own = [name for name in main.FLAGS if main.FLAGS[name].__class__.__module__.startswith("absl")]
-    mine = {flag.name for flag in main.FLAGS.flags_by_module_dict()[main.__name__]}
-    own = sorted(set(own) & mine)
-    keys = [f"config.{name}" for name in names_of(configs.load_config(CONFIG))]
-    evaluation = [f"eval.{name}" for name in names_of(options.evaluation())]
-    for _ in range(count):
-        mode = draw.choice(main.MODES)
-        base = {"mode": mode, "workdir": str(reference)}
-        if mode in ("train", "preflight", "sweep", "tune"):
-            base |= {"config": CONFIG, "workdir": str(root / f"lines{draw.randrange(10**9)}")}
-        base |= {"tune": {"study": "appendix_a", "sampler": "random"}}.get(mode, {})
-        base |= {"sweep": {"set": "rounds", "config": f"{EXPERIMENTS}/ablation.py:tiny"}}.get(
-            mode, {}
-        )
-        base |= {"preflight": {"topology": "v5e:2x2"}}.get(mode, {})
-        pools = {"evaluate": (evaluation, own), "sample": (own,), "inspect": (own,)}
-        pool = draw.choice(pools.get(mode, (keys, keys, own)))
-        for name in draw.sample(pool, draw.choice((1, 1, 2))):
+    for path in WORK:
+        pkgutil.resolve_name(f"mogrifier_jax.{path}")  # Imported before the forks.
+    keys = Deck([f"config.{name}" for name in configs.keys()], draw)
+    evaluation = Deck([f"eval.{name}" for name in options.KEYS], draw)
+    own = {mode: Deck(flags_of(mode), draw) for mode in main.MODES}
+    for i in range(count):
+        mode = main.MODES[i % len(main.MODES)]
+        base, decks = {"mode": mode, "workdir": str(reference)}, [own[mode]]
+        if mode in ("train", "preflight", "sweep", "tune", "config"):
+            base |= {"config": CONFIG, "workdir": str(root / f"lines{i}")}
+            decks += [keys, keys]
+        if mode == "tune":
+            base |= {"study": "appendix_a", "sampler": "random"}
+        elif mode == "sweep":
+            base |= {"set": "rounds", "config": f"{EXPERIMENTS}/ablation.py:tiny"}
+        elif mode == "preflight":
+            base |= {"topology": "v5e:2x2"}
+        elif mode == "evaluate":
+            base |= {"eval.methods": draw.choice(methods.METHODS)}
+            decks += [evaluation, evaluation]
+        if mode == "tune" and draw.random() < 0.25:
+            base |= {"study": "dyneval", "workdir": str(reference)}
+            decks = [evaluation]
+        for name in draw.choice(decks).deal(draw.choice((1, 1, 2))):
             base[name] = draw.choice(VALUES)
-        line = [f"--{name}={value}" for name, value in base.items()]
+        # A key of a config is known once there is one.
+        line = [f"--{name}={base[name]}" for name in sorted(base, key=lambda n: "." in n)]
         pid = start(line, log, functools.partial(only_check, root / "here" / "and" / "below"))
         code = finish(pid)
-        shown = " ".join(a for a in line)[:200].encode(errors="replace").decode()
+        shown = " ".join(line)[:400].encode(errors="replace").decode()
         report.check_output(log, code, shown, {0, 2, 3, 75})
-        report.note("command lines", f"code {code}")
-
-
-def names_of(config) -> list[str]:
-    return list(workdirs._flatten(config))
+        report.note(f"command lines of {mode}", f"code {code}")
+    if not count:
+        return
+    dealt = ", ".join(f"{mode} {deck}" for mode, deck in own.items())
+    report.title += f"; drawn: keys of configs {keys}, of eval {evaluation}; flags of {dealt}"
 
 
 def run() -> int:
@@ -306,13 +362,14 @@ def run() -> int:
     given = parser.parse_args()
     shutil.rmtree(given.folder, ignore_errors=True)
     given.folder.mkdir(parents=True)
-    draw, report = random.Random(given.seed), Report()
+    draw = random.Random(given.seed)
     reference, log = given.folder / "reference", given.folder / "log"
     complete(given.folder / "first", log)  # Compiles.
     began = time.monotonic()
     assert complete(reference, log) == 0, log.read_text()
     seconds = time.monotonic() - began
-    print(f"seed {given.seed}; an unbroken run takes {seconds:.1f} s", flush=True)
+    title = f"seed {given.seed}; an unbroken run takes {seconds:.1f} s"
+    report = Report(given.folder / "report.txt", title)
     try:
         kill(given.kills, given.folder, reference, seconds, draw, report)
         damage(given.damages, given.folder, reference, draw, report)
@@ -320,11 +377,7 @@ def run() -> int:
         draw_lines(given.lines, given.folder, reference, draw, report)
     except KeyboardInterrupt:
         print("interrupted; so far:")
-    for name, count in sorted(report.counts.items()):
-        print(f"{count:6d}  {name}")
-    print(f"{len(report.faults)} faults")
-    for fault in report.faults:
-        print(" ", fault)
+    print(report)
     return bool(report.faults)
 
 

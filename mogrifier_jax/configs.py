@@ -169,15 +169,6 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "model": Key(int, 1, low=-1, high=10**6),
     },
 }
-# Limits of numbers among the fields of cells, where -1e6 to 1e6 is too wide.
-CELL_LIMITS: dict[str, dict[str, Any]] = {
-    "rounds": dict(low=0, high=100),
-    "gate_rank": dict(low=0, high=10**6),
-    "init_factor": dict(above=0.0, high=1e3),
-    "cell_clip": dict(above=0.0, high=1e6),
-    "forget_bias": dict(low=-1e3, high=1e3),
-}
-
 # lamb's choices where they are not the defaults.
 LAMB = dict(data=dict(drop_state_probability=0.01), optimizer=dict(accumulate_reduce="sum"))
 UNGATED = dict(model=dict(rounds=0, rank=0))
@@ -199,7 +190,7 @@ def keys() -> dict[str, Key]:
 
 def _cell_keys() -> dict[str, Key]:
     """The fields of the cells; where cells differ in a default, None stands for the cell's own."""
-    from mogrifier_jax.nn import layers  # Not needed to read sets or the paper's numbers.
+    from mogrifier_jax.nn import layers, sizing  # Not needed to read sets or the paper's numbers.
 
     kinds: dict[str, type] = {}
     defaults: dict[str, set[Any]] = {}
@@ -212,10 +203,8 @@ def _cell_keys() -> dict[str, Key]:
                 kinds[field.name] = types[0]
                 default = fixed.get(field.name, field.default)
                 defaults.setdefault(field.name, set()).add(default)
-    wide: dict[str, Any] = dict(low=-1e6, high=1e6)
-    limits = {n: CELL_LIMITS.get(n, wide) if k in (int, float) else {} for n, k in kinds.items()}
     shared = {n: next(iter(found)) if len(found) == 1 else None for n, found in defaults.items()}
-    return {n: Key(kind, shared[n], **limits[n]) for n, kind in kinds.items()}
+    return {n: Key(k, shared[n], *sizing.LIMITS.get(n, ())) for n, k in kinds.items()}
 
 
 def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:
@@ -378,11 +367,12 @@ def load_config(name: str) -> config_dict.ConfigDict:
     """The config of "file.py:variant", as `--config` makes it."""
     path, _, variant = name.partition(":")
     get_config = getattr(load_file(path), "get_config", None)
-    if get_config is None:
+    if not callable(get_config):
         raise errors.UsageError(f"{path} has no function get_config; define it, as docs/adding.md")
     config = _blame(path, get_config, *([variant] if variant else []))
     if not isinstance(config, config_dict.ConfigDict):
-        where = f"{path}, line {get_config.__code__.co_firstlineno}"
+        code = getattr(get_config, "__code__", None)
+        where = f"{path}, line {code.co_firstlineno}" if code else path
         raise errors.UsageError(f"{where}: get_config returns {config!r}; return that of base()")
     return config
 

@@ -109,12 +109,8 @@ def _slurm(environment: Mapping[str, str]) -> Place:
     port = 61_440 + int(environment["SLURM_JOB_ID"]) % 4096  # Jobs that share a node differ.
     tasks = int(environment["SLURM_NTASKS"])
     alone = tasks == int(environment.get("SLURM_NNODES", "1"))
-    return Place(
-        f"{prefix}{number or ''}:{port}",
-        tasks,
-        int(environment["SLURM_PROCID"]),
-        None if alone else (int(environment["SLURM_LOCALID"]),),
-    )
+    place = _explicit(f"{prefix}{number or ''}:{port}", tasks, int(environment["SLURM_PROCID"]))
+    return place if alone else place._replace(local_devices=(int(environment["SLURM_LOCALID"]),))
 
 
 def _require_numbers(environment: Mapping[str, str], *names: str) -> None:

@@ -134,6 +134,7 @@ def check_outputs() -> None:
     from mogrifier_jax.training import workdirs
 
     workdirs.check_output(_JSON.value, "--json")
+    workdirs.check_output(_OUTPUT.value, "--output")
     workdirs.check_output(_REPORT.value, "--report")
     workdirs.check_output(FLAGS.eval.output, "--eval.output")
 
@@ -168,7 +169,6 @@ def evaluate() -> None:
     """Scores the runs in --workdir (several: a,b,c) as --eval.* says."""
     from mogrifier_jax.evaluation import scoring
 
-    evaluation_options.check(FLAGS.eval)
     scoring.run(folders(), FLAGS.eval)
 
 
@@ -262,7 +262,6 @@ def tune() -> None:
         sampler=_SAMPLER.value,
     )
     if _STUDY.value == "dyneval":
-        evaluation_options.check(FLAGS.eval)
         worker.tune_dyneval(_WORKDIR.value or "", FLAGS.eval, **options)
         return
     require_config()
@@ -294,16 +293,17 @@ def default_workdir() -> str:
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses the command line; whatever is wrong with it becomes one sentence."""
+    words = " ".join(argv).replace("-config ", "-config=").split(" ")
+    name = next((w.partition("=")[2] for w in words if w.startswith(("--config=", "-config="))), "")
+    if os.path.exists(path := name.partition(":")[0]) and not os.path.isfile(path):
+        raise errors.UsageError(f"--config={path} is not a file; give one, as in experiments/")
     try:
         define_options()
         return FLAGS(list(argv))
-    except (errors.UsageError, flags.Error) as error:
-        raise errors.UsageError(explain(error)) from None
-    except Exception as error:
-        for argument in argv:
-            if argument.startswith("--config="):
-                explain_config(argument.removeprefix("--config="))
-        if not isinstance(error, AttributeError | KeyError | OSError | ValueError | TypeError):
+    except (Exception, SystemExit) as error:
+        explain_config(name)
+        known = AttributeError | KeyError | OSError | ValueError | TypeError | flags.Error
+        if not isinstance(error, known):
             raise
         raise errors.UsageError(explain(error)) from None
 

@@ -48,8 +48,8 @@ def use_cores(count: int | None = None) -> None:
     """
     global _counted_cores
     if count is not None:
-        if count < 1:
-            raise errors.UsageError(f"--cpu_devices={count} must be at least 1")
+        if not 1 <= count <= 1024:
+            raise errors.UsageError(f"--cpu_devices={count} must be at least 1 and at most 1024")
         # Processes started from here are to have as many.
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     elif _named_count():

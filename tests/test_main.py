@@ -81,7 +81,10 @@ def trained(monkeypatch):
         ),
         (["--mode=sample", "--workdir=docs"], "docs is not the workdir of a run: it has no config"),
         (["--mode=sample", "--workdir=none", "--length=few"], "flag --length=few: invalid literal"),
-        (["--mode=sample", "--workdir=none", "--temperature=0"], "temperature 0.0 must be above 0"),
+        (
+            ["--mode=sample", "--workdir=none", "--temperature=0"],
+            "temperature 0.0 must be at least 0.0001",
+        ),
         (["--mode=preflight", TINY], "--topology is missing; give chips, such as --topology=v5e"),
         (["--mode=preflight", TINY, "--topology=v99:2x2"], "v99"),
         (["--mode=preflight", "--topology=v5e:2x2"], "--config is missing; give an experiment"),

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.analysis import gating, inspection
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import pretrained, scoring, trained
@@ -32,6 +32,7 @@ from mogrifier_jax.training import metrics, workdirs
 TOP = 8  # Tokens that are listed as likely.
 MAX_TOKENS = 2_000  # More would make columns of a map too narrow to see.
 MAX_RUNS = 4
+LIMITS = {"length": configs.Key(int, required=True, low=1, high=MAX_TOKENS)}
 MAX_VALUES = 1_700_000  # Of all maps together, at most 1.7 bytes each: a file is below 3 MB.
 DECIMALS = {"factor": 3, "gate": 2, "signed": 2}  # Of the values in a map.
 _FOLDER = pathlib.Path(__file__).parent
@@ -147,8 +148,7 @@ def check(num_runs: int, length: int) -> None:
     """Refuses what cannot be shown, before anything is loaded."""
     if num_runs > MAX_RUNS:
         raise errors.UsageError(f"{num_runs} runs are too many for a page; give {MAX_RUNS} or less")
-    if not 1 <= length <= MAX_TOKENS:
-        raise errors.UsageError(f"length {length} must be from 1 to {MAX_TOKENS:,} tokens; try 300")
+    configs.check_values({"length": length}, LIMITS)
 
 
 def first_tokens(vocab: vocabulary.Vocabulary, text: str | bytes, length: int) -> str | bytes:

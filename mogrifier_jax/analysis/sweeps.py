@@ -135,7 +135,10 @@ def parse_seeds(text: str) -> list[int]:
     seeds = text.split(",")
     if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) < len(seeds):
         raise errors.UsageError(f"--seeds={text} must be different numbers, such as 1,2,3")
-    return [int(seed) for seed in seeds]
+    numbers = [int(seed) for seed in seeds]
+    for number in numbers:
+        configs.check_values({"seed": number}, {"seed": configs.SEED}, prefix="--")
+    return numbers
 
 
 def is_done(folder: pathlib.Path) -> bool:

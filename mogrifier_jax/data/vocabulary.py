@@ -217,18 +217,27 @@ def check_level(level: str) -> None:
 
 
 def _as_text(text: str | bytes) -> str:
-    return text if isinstance(text, str) else bytes(text).decode("utf-8")
+    try:
+        return text if isinstance(text, str) else _as_bytes(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.UsageError(
+            f"the text is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
+        ) from None
 
 
 def _as_bytes(text: str | bytes) -> bytes:
-    return text.encode("utf-8", "surrogateescape") if isinstance(text, str) else bytes(text)
+    if isinstance(text, str):
+        return text.encode("utf-8", "surrogateescape")
+    if not isinstance(text, bytes | bytearray | memoryview):
+        raise errors.UsageError(f"{text!r:.60} is not a text; give a str, or bytes")
+    return bytes(text)
 
 
 def _codes(text: str | bytes, level: str) -> np.ndarray:
     """The bytes (uint8) or the code points (uint32) of a text."""
     if level == "byte":
-        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        return np.frombuffer(data, np.uint8)
+        # A large corpus is not copied.
+        return np.frombuffer(text if isinstance(text, memoryview) else _as_bytes(text), np.uint8)
     return np.frombuffer(_as_text(text).encode("utf-32-le", "surrogatepass"), np.uint32)
 
 

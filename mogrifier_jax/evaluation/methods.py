@@ -19,6 +19,7 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import dyneval, montecarlo, pretrained
+from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
@@ -238,7 +239,7 @@ class Scorer:
 
     def choose_multiplier(self, batch_size, window, score) -> tuple[float, float]:
         """The best dropout multiplier, and the temperature for it."""
-        multipliers = parse_numbers("multipliers", self.options.multipliers)
+        multipliers = evaluation_options.parse_numbers("multipliers", self.options.multipliers)
         found = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
         if len(found) == 1:
             return found[0]
@@ -251,9 +252,10 @@ class Scorer:
 
     def choose_setting(self, temperature: float):
         """The best setting of dynamic evaluation, and what is already known of its scores."""
-        options = self.options.dyneval
+        given = self.options.dyneval
         names = ("learning_rates", "decay_rates", "epsilons")
-        grid = itertools.product(*(parse_numbers(name, options[name]) for name in names))
+        parse = evaluation_options.parse_numbers
+        grid = itertools.product(*(parse(f"dyneval.{name}", given[name]) for name in names))
         settings = list(itertools.starmap(dyneval.UpdateRule, grid))
         if len(settings) == 1:
             return settings[0], {}
@@ -307,16 +309,6 @@ def parse_temperature(text: str) -> float | None:
             "number in (0, 10], or 'search', 'minimise' or 'saved'"
         )
     return value
-
-
-def parse_numbers(name: str, text: str) -> list[float]:
-    """A list written with commas."""
-    try:
-        return [float(part) for part in str(text).split(",")]
-    except ValueError:
-        raise errors.UsageError(
-            f"--eval {name} {text!r} is not a list of numbers; write it as 0.6,0.7,0.8"
-        ) from None
 
 
 def nats_of(result: evaluate.TokenScores | dyneval.Outcome) -> float:

@@ -2,7 +2,7 @@
 
 from ml_collections import config_dict
 
-from mogrifier_jax import configs
+from mogrifier_jax import configs, errors
 from mogrifier_jax.configs import COUNT, SEED, Key
 
 KEYS = {
@@ -31,6 +31,13 @@ KEYS = {
     "dyneval.max_windows": COUNT._replace(default=500),  # and how many of their windows.
     "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations side by side; by memory.
 }
+# What their numbers may be.
+LISTS = {
+    "multipliers": Key(float, low=0.0, high=1e3),
+    "dyneval.learning_rates": Key(float, low=0.0, high=1e6),
+    "dyneval.decay_rates": Key(float, low=0.0, high=1e6),
+    "dyneval.epsilons": Key(float, above=0.0, high=1e6),
+}
 
 
 def evaluation() -> config_dict.ConfigDict:
@@ -40,4 +47,20 @@ def evaluation() -> config_dict.ConfigDict:
 
 def check(options: config_dict.ConfigDict) -> None:
     """Refuses what an option cannot be."""
-    configs.check_values(configs.flatten(options), KEYS, prefix="eval.")
+    values = configs.flatten(options)
+    configs.check_values(values, KEYS, prefix="eval.")
+    for name in LISTS:
+        parse_numbers(name, values[name])
+
+
+def parse_numbers(name: str, text: str) -> list[float]:
+    """A list written with commas."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise errors.UsageError(
+            f"eval.{name} {text!r} is not a list of numbers; write it as 0.6,0.7,0.8"
+        ) from None
+    for number in numbers:
+        configs.check_values({name: number}, LISTS, prefix="eval.")
+    return numbers

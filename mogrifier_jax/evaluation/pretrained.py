@@ -106,6 +106,7 @@ def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
     Folders of this machine are left out: who gets the file need not know them.
     """
     path = pathlib.Path(path)
+    workdirs.check_output(path, "path")
     config = loaded.config.copy_and_resolve_references()
     with config.unlocked():
         config.data.source_dir = config.data.data_dir = None

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
+from mogrifier_jax.configs import SEED, Key
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
@@ -39,18 +40,7 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Refuses what cannot be drawn, before anything is loaded or compiled."""
-        length, temperature, top_k, top_p, min_p, num_samples, _ = self
-        rules = (
-            (length >= 1, f"length {length} must be at least 1 token; try 300"),
-            (temperature > 0, f"temperature {temperature} must be above 0; try 0.7"),
-            (top_k is None or top_k >= 1, f"top_k {top_k} must be at least 1, or left out"),
-            (top_p is None or 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1], or left out"),
-            (min_p is None or 0 < min_p <= 1, f"min_p {min_p} must be in (0, 1], or left out"),
-            (num_samples >= 1, f"num_samples {num_samples} must be at least 1"),
-        )
-        for holds, message in rules:
-            if not holds:
-                raise errors.UsageError(message)
+        configs.check_values(self._asdict(), LIMITS)
 
     def restrict(self, logits: jax.Array) -> jax.Array:
         """Leaves the tokens that may be drawn; these logits are divided by the temperature."""
@@ -62,6 +52,16 @@ class Sampling(NamedTuple):
 
 
 DEFAULTS = Sampling()
+# Below these, a temperature makes logits infinite, and a probability leaves no token.
+LIMITS = {
+    "length": Key(int, required=True, low=1, high=10**7),
+    "temperature": Key(float, required=True, low=1e-4, high=1e4),
+    "top_k": Key(int, low=1, high=10**9),
+    "top_p": Key(float, low=1e-6, high=1.0),
+    "min_p": Key(float, low=1e-6, high=1.0),
+    "num_samples": Key(int, required=True, low=1, high=10**5),
+    "seed": SEED._replace(required=True),
+}
 
 
 class Sampler:

@@ -29,6 +29,7 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, errors
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, metrics, progress, workdirs
 
@@ -38,6 +39,7 @@ _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "
 
 def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[str, Any]]:
     """Evaluates the runs in these workdirs, or ensembles files; returns the results."""
+    evaluation_options.check(options)
     if options.ensemble:
         return [run_ensemble(options.ensemble.split(","), options.output)]
     if not folders or not all(folders):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import pretrained, sample
 from mogrifier_jax.nn import models
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from mogrifier_jax.analysis import explore
 
 WINDOW = 64  # Tokens of one dispatch.
+LIMITS = {
+    "logit_scale": configs.keys()["evaluation.softmax_temperature"],
+    "top": configs.Key(int, required=True, low=1, high=10**9),
+}
 
 
 class Score(NamedTuple):
@@ -115,8 +119,7 @@ class TrainedModel:
             )
         if logit_scale is None:
             logit_scale = self.temperature
-        if not logit_scale > 0:
-            raise errors.UsageError(f"logit_scale {logit_scale} must be above 0, or left out")
+        configs.check_values({"logit_scale": logit_scale}, LIMITS)
         ids = self._encode(text)
         inputs = np.append(self.vocabulary.eos_id, ids[:-1])
 
@@ -164,8 +167,7 @@ class TrainedModel:
 
     def predict(self, text: str | bytes, *, top: int = 10) -> Predictions:
         """The likeliest next tokens at every place of a text, at the temperature of scores."""
-        if top < 1:
-            raise errors.UsageError(f"top {top} must be at least 1 token; try 10")
+        configs.check_values({"top": top}, LIMITS)
         ids = self._encode(text)
         inputs, targets = np.append(self.vocabulary.eos_id, ids), np.append(ids, 0)
 

@@ -76,6 +76,8 @@ def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
 def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     """The way back, to `nn.OptimizedLSTMCell`, `nn.GRUCell` or `nn.SimpleCell`, or NNX's."""
     if not isinstance(cell, layers.Cell):
+        if not isinstance(getattr(cell, "spec", None), layers.Cell):
+            raise errors.UsageError(f"{cell!r:.60} is not a cell of this package; give one")
         ours = Pair(cell.spec, cell.params())
         return as_nnx(to_flax(*ours))
     kind = find_counterpart(cell)

@@ -60,8 +60,13 @@ def convert(
         rounds, as the weights do not tell; elsewhere all that are there, unless given.
       prefix: of the cell's names, such as "layers.0.".
     """
+    named = isinstance(state_dict, Mapping) and all(isinstance(n, str) for n in state_dict)
+    if not (named and isinstance(prefix, str)):
+        raise errors.UsageError("give a mapping of names to tensors, and the prefix as a text")
+    if rounds is not None and not (type(rounds) is int and 0 <= rounds <= 100):
+        raise errors.UsageError(f"rounds {rounds!r} must be a whole number from 0 to 100")
     tensors = {
-        name.removeprefix(prefix): _to_numpy(value)
+        name.removeprefix(prefix): _to_numpy(name, value)
         for name, value in state_dict.items()
         if name.startswith(prefix)
     }
@@ -105,12 +110,14 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
         used = [keys[0] for keys in found if keys]
         matrices = [tensors[keys[0]] for keys in found[:2]]
         matrices = [m if transposed else m.T for m in matrices]  # [4H, in] each.
-        hidden = matrices[1].shape[1]
-        if any(m.ndim != 2 or m.shape[0] != 4 * hidden for m in matrices):
+        hidden = matrices[1].shape[-1] if matrices[1].ndim else 0
+        if not hidden or any(m.ndim != 2 or m.shape[0] != 4 * hidden for m in matrices):
             raise errors.UsageError(
                 f"{used[0]} and {used[1]} of shapes {tensors[used[0]].shape} and "
                 f"{tensors[used[1]].shape} are not of an LSTM, which has four gates"
             )
+        for key in used[2:]:
+            _check_bias(key, tensors[key], 4 * hidden)
         # Both biases are added to the same sum; ours is one.
         bias = sum((tensors[keys[0]] for keys in found[2:] if keys), np.zeros(4 * hidden))
         blocks = [m.reshape(4, hidden, -1)[_GATES].transpose(2, 0, 1) for m in matrices]
@@ -132,16 +139,24 @@ def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
     for key, value in tensors.items():
         path, _, kind = key.rpartition(".")
         if kind == "weight" and value.ndim == 2:
-            linears[path] = _Map((value.T,), tensors.get(f"{path}.bias"))
+            bias = tensors.get(f"{path}.bias")
+            if bias is not None:
+                _check_bias(f"{path}.bias", bias, len(value))
+            linears[path] = _Map((value.T,), bias)
         elif kind != "bias" and value.ndim == 2:  # A bare tensor, multiplied from the right.
             linears[key] = _Map((value,), None)
-        elif kind != "bias":
+        elif kind != "bias" or f"{path}.weight" not in tensors:
             raise errors.UsageError(f"{key} of shape {value.shape} has no place in this cell")
     groups: dict[str, dict[str, list[_Map]]] = {}
     for path in sorted(linears, key=lambda p: [int(n) for n in re.findall(r"\d+", p)]):
         name, index = re.fullmatch(r"(.*?)((?:\.\d+)*)", path).groups()  # type: ignore[union-attr]
         entry = index.split(".")[1] if index else ""
-        groups.setdefault(name, {}).setdefault(entry, []).append(linears[path])
+        found = groups.setdefault(name, {})
+        if entry and entry not in found and int(entry) != len(found):
+            raise errors.UsageError(
+                f"the list {name} has an entry {entry} but none {len(found)}; give all of them"
+            )
+        found.setdefault(entry, []).append(linears[path])
     return {name: list(entries.values()) for name, entries in groups.items()}
 
 
@@ -215,8 +230,17 @@ def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> _Map:
     return _Map(kernels, None if bias is None else bias.astype(np.float32))
 
 
-def _to_numpy(value: Any) -> np.ndarray:
+def _check_bias(name: str, bias: np.ndarray, size: int) -> None:
+    if bias.shape != (size,):
+        raise errors.UsageError(f"{name} of shape {bias.shape} must be ({size},), as its matrix")
+
+
+def _to_numpy(name: str, value: Any) -> np.ndarray:
     """A tensor of any dtype and device, or an array, as float32."""
     if hasattr(value, "detach"):
-        value = value.detach().cpu().float().numpy()
-    return np.asarray(value, np.float32)
+        value = value.detach().cpu()
+        value = value.numpy() if value.is_complex() else value.float().numpy()
+    found = np.asarray(value)
+    if found.dtype.kind not in "biufV":  # V: bfloat16 and its like.
+        raise errors.UsageError(f"{name} holds {found.dtype}; weights are real numbers")
+    return found.astype(np.float32)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, taps
+from mogrifier_jax.nn import cells, sizing, taps
 
 Dtype = Any
 
@@ -45,8 +45,7 @@ class Cell(nn.RNNCellBase):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.hidden_size >= 1, f"hidden_size {self.hidden_size} must be at least 1")
-        check_rounds(self.rounds)
+        sizing.check_fields(self)
 
     @property
     def num_feature_axes(self) -> int:
@@ -168,10 +167,6 @@ class MogrifierLSTMCell(Cell):
         check(
             not (self.layer_norm and self.gate_rank > 0),
             f"gate_rank {self.gate_rank} and layer_norm exclude each other; set one of them off",
-        )
-        check(
-            self.cell_clip is None or self.cell_clip > 0,
-            f"cell_clip {self.cell_clip} must be positive, or None for no clipping",
         )
 
     @property
@@ -347,9 +342,9 @@ class Mogrifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h, each scaled by gates that read the other."""
-        check_rounds(self.rounds)
+        sizing.check_fields(self)
         check(
-            min(x.ndim, h.ndim) >= 1 and x.shape[:-1] == h.shape[:-1],
+            min(jnp.ndim(x), jnp.ndim(h)) >= 1 and x.shape[:-1] == h.shape[:-1],
             f"x {x.shape} and h {h.shape} must agree in all axes but the last, their features",
         )
         sizes = [h.shape[-1], x.shape[-1]]
@@ -380,14 +375,6 @@ def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax
     if bias:
         params["bias"] = jnp.zeros(size_out, dtype)
     return params
-
-
-def check_rounds(rounds: int) -> None:
-    """Zero or more."""
-    check(
-        rounds >= 0,
-        f"rounds {rounds} must be 0 (no gating) or more; the paper's best are 5 and 6",
-    )
 
 
 def check(condition: bool, message: str) -> None:

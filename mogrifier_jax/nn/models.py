@@ -328,7 +328,7 @@ _CELL_CLASSES = (layers.MogrifierLSTMCell, layers.MogrifierGRUCell, layers.Mogri
 
 def _what_counts(model) -> dict[str, Any]:
     """What decides the number of parameters, apart from the two sizes."""
-    cell = layers.find_cell(model.cell)(1 << 30, **dict(model.cell_options))
+    cell = layers.find_cell(model.cell)(10**6, **dict(model.cell_options))
     counted = [field.name for field in dataclasses.fields(sizing.CellOptions)]
     return dict(
         vocab_size=model.vocab_size,

@@ -55,6 +55,12 @@ class RNN(nn.RNN):
         deterministic: bool | None = None,
     ) -> Any:
         """As `nn.RNN`. State dropout draws from the rng "dropout", unless `deterministic`."""
+        check(
+            isinstance(self.cell, nn.Module) and hasattr(inputs, "ndim"),
+            f"RNN of a {type(self.cell).__name__} over a {type(inputs).__name__} cannot be: give a "
+            "cell, and an array [..., time, features]",
+        )
+        check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
         if not isinstance(self.cell, layers.Cell):
             given = dict(
                 initial_carry=initial_carry,

@@ -1,4 +1,4 @@
-"""Parameter counts by formula, and the largest hidden size within a budget.
+"""Limits of cells, parameter counts by formula, and the largest hidden size within a budget.
 
 Letters: V vocabulary, E embedding (input and output), D a layer's input, H hidden units,
 r Mogrifier rounds, k rank, K mixture components. The formulas restate the shapes that
@@ -6,10 +6,20 @@ r Mogrifier rounds, k rank, K mixture components. The formulas restate the shape
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from mogrifier_jax import errors
+
+# Of numbers among the fields, both included; those with whole limits are whole.
+LIMITS: dict[str, tuple[float, float]] = {
+    **{"hidden_size": (1, 10**6), "rounds": (0, 100), "rank": (-(10**6), 10**6)},
+    **{"gate_rank": (0, 10**6), "init_factor": (1e-9, 1e3), "cell_clip": (1e-9, 1e6)},
+    "forget_bias": (-1e3, 1e3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +35,31 @@ class CellOptions:
     gate_rank: int = 0
 
     def __post_init__(self):
-        if self.rounds < 0:
-            raise errors.UsageError(
-                f"rounds {self.rounds} is negative: give 0 (a plain cell) or more (say 5)"
-            )
+        check_fields(self)
+
+
+def check_fields(cell: Any) -> None:
+    """Refuses numbers and dtypes that no cell can have."""
+    for field in dataclasses.fields(cell):
+        name, value = field.name, getattr(cell, field.name)
+        if name in ("dtype", "param_dtype"):
+            good, rule = _is_floating(value), "a dtype of floating point"
+        elif name in LIMITS and not value is field.default is None:
+            low, high = LIMITS[name]
+            kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
+            good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+            rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
+        else:
+            continue
+        if not good:
+            raise errors.UsageError(f"{name} {value!r} must be {rule}")
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 def _matrix(inputs: int, outputs: int, rank: int) -> int:

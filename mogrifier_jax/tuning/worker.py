@@ -27,6 +27,7 @@ from ml_collections import config_dict
 from mogrifier_jax import errors
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import programs, progress, runs, train, workdirs
 from mogrifier_jax.tuning import report, storages, studies, trials
@@ -84,6 +85,7 @@ def tune_dyneval(
     with its own adapting weights.
     """
     check_numbers(num_trials, parallel)
+    evaluation_options.check(options)
     if not run:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     adapting = Adapting(run, options)

@@ -202,10 +202,22 @@ def change(layout, drop=(), rename=(), **more):
         (change(shared_pair), {}, r"say how many with rounds"),
         (change(one_list), {"rounds": 6}, r"rounds 6 is more than the 5 that are there"),
         (
-            change(one_list, drop=["mogrifier_list.0.weight"]),
+            change(one_list, mogrifier_list__0__weight=draw(D, D)),
             {},
             r"round 1 has matrices .* take tu",
         ),
+        (change(one_list, drop=["mogrifier_list.0.weight"]), {}, r"0.bias .* has no place"),
+        (
+            change(one_list, drop=["mogrifier_list.1.weight", "mogrifier_list.1.bias"]),
+            {},
+            r"mogrifier_list has an entry 2 but none 1",
+        ),
+        (change(one_list, mogrifier_list__0__bias=draw(1)), {}, r"shape \(1,\) must be \(5,\)"),
+        (change(plain, lstm__bias_ih=draw(3)), {}, r"bias_ih of shape \(3,\) must be"),
+        (change(plain, lstm__weight_ih=draw(4 * H, D) * 1j), {}, r"holds complex.* real numbers"),
+        (change(plain, lstm__weight_hh=draw(4 * H)), {}, r"are not of an LSTM"),
+        ([], {}, r"a mapping of names to tensors"),
+        (change(shared_pair), {"rounds": -1}, r"rounds -1 must be a whole number"),
         (
             change(two_lists, rename=[("Q.", "a."), ("R.", "b.")]),
             {},

@@ -74,7 +74,16 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
 
 def prepare(make_builder, source_dir=None) -> TextBuilder:
     """Returns the builder with its data prepared; several processes may do so at once."""
-    builder = make_builder()
+    try:
+        builder = make_builder()
+    except (errors.UsageError, PermissionError):
+        raise
+    except Exception as error:  # A damaged dataset_info.json fails in many ways.
+        folder = getattr(make_builder, "keywords", {}).get("data_dir", "the cache")
+        raise errors.UsageError(
+            f"what was prepared of this corpus in {folder} is damaged "
+            f"({' '.join(str(error).split())[:200]}); delete its folder there and start again"
+        ) from None
     if not builder.data_path.exists():
         _remove_leftovers(builder.data_path.parent)
         if not sys.stderr.isatty():
