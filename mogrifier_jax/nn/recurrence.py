@@ -26,10 +26,11 @@ from mogrifier_jax.nn import taps
 
 # TPUs multiply float32 operands as bfloat16, so they are held in it.
 TPU_OPERAND = jnp.dtype("bfloat16")
-# If a device stores more bytes of outputs, the way back of float32 is worked off there in chunks of
-# at most so many time steps, each of which fits into the chip's fast memory. Of a whole window XLA
-# keeps some arrays there, and then there is no room for what a single step computes.
-TPU_LARGE = 2**26
+# How the way back of float32 is worked off there depends on the bytes of outputs that a device
+# stores. Between these two numbers it goes in chunks of at most so many time steps, each of which
+# fits into the chip's fast memory. Of a whole window XLA would keep some arrays there, and then
+# there is no room for what a single step computes. Larger windows it leaves where they are.
+TPU_CHUNKED = (2**26, 2**27)
 TPU_CHUNK = 16
 # A loop that writes more bytes fills its memory with zeros first: see `_scan_into_empty`.
 TPU_EMPTY = 2**27
@@ -187,8 +188,10 @@ def _backward(step, dtype, unroll, saved, cotangents):
         if rounded_on_tpus(dtype):
             outputs = jax.tree.leaves(saved[-1])
             stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
-            way = dict(chunk=TPU_CHUNK) if stored > TPU_LARGE else dict(loop=_scan_into_empty)
-            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, **way)
+            least, most = TPU_CHUNKED
+            chunk = TPU_CHUNK if least < stored <= most else None
+            loop = _scan_into_empty if stored <= least else jax.lax.scan
+            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=loop, chunk=chunk)
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
