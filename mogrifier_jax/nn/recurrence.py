@@ -52,6 +52,7 @@ def scan(
     constant: dict[str, jax.Array],
     *,
     dtype: jnp.dtype,
+    inputs: cells.Params | None = None,
     remat_window: int | None = None,
     unroll: int = 1,
 ) -> tuple[Any, jax.Array]:
@@ -62,6 +63,7 @@ def scan(
         `cells.project` and nowhere else; a `bias` belongs to the matrix beside it.
       scanned, constant: masks and the like, passed to the step by keyword, without gradient.
       dtype: what the matmuls run in.
+      inputs: {"input", "bias"}, a map that x goes through on its way to the step, if any.
       remat_window: keep only the carry every so many steps, and compute the rest again.
     """
     run = functools.partial(_scan, step, jnp.dtype(dtype), unroll)
@@ -69,9 +71,9 @@ def scan(
         run = functools.partial(_pad_on_tpus, run, factor)
     steps = xs.shape[0]
     if remat_window is None or remat_window >= steps:
-        return run(params, carry, xs, scanned, constant)
+        return run((params, inputs), carry, xs, scanned, constant)
 
-    chunk = jax.checkpoint(lambda carry, part: run(params, carry, *part, constant))
+    chunk = jax.checkpoint(lambda carry, part: run((params, inputs), carry, *part, constant))
     whole = steps - steps % remat_window
     parts = jax.tree.map(
         lambda a: a[:whole].reshape(whole // remat_window, remat_window, *a.shape[1:]),
@@ -111,44 +113,87 @@ def _pad_on_tpus(run, factor, params, *arguments):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
+def _scan(step, dtype, unroll, params, *arguments):
+    run = functools.partial(_run, step, dtype, unroll)
+    ways = {} if params[1] is None else {"cpu": functools.partial(run, stepwise=True)}
+    return jax.lax.platform_dependent(params, *arguments, **ways, default=run)
+
+
+def _run(step, dtype, unroll, params, carry, xs, scanned, constant, stepwise=False):
+    params, inputs = params
     params = Taps(params, dtype).cast
+    before, within = _projections(inputs, dtype, stepwise)
 
     def body(carry, inputs):
         x, extras = inputs
-        carry = step(params, carry, x, **extras, **constant)
+        carry = step(params, carry, within(x), **extras, **constant)
         return carry, carry.h
 
-    return jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
+    return jax.lax.scan(body, carry, (before(xs), scanned), unroll=unroll)
 
 
-def _forward(step, dtype, unroll, *arguments):
+def _projections(inputs, dtype, stepwise):
+    """What is done with x before the loop and within it.
+
+    A matmul over all time steps is the quickest. But on CPUs it costs more to write the result
+    and to read it again, from memory that is new to the process.
+    """
+
+    def nothing(x):
+        return x
+
+    def project(x):
+        return cells.project(x, inputs["input"].astype(dtype), inputs.get("bias")).astype(dtype)
+
+    if inputs is None:
+        return nothing, nothing
+    return (nothing, project) if stepwise else (project, nothing)
+
+
+def _forward(step, dtype, unroll, params, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
-    ways = {}
+    ways = {} if params[1] is None else {"cpu": functools.partial(push, stepwise=True)}
     if rounded_on_tpus(dtype):
         ways["tpu"] = functools.partial(push, operand=TPU_OPERAND)
-    if Taps(arguments[0], dtype).read_inputs:
+    if Taps(params[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
-    return jax.lax.platform_dependent(*arguments, **ways, default=push)
+    found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)
+    return found, (params[1], arguments[1], saved)
 
 
-def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=None, joined=False):
+def _push(
+    step,
+    dtype,
+    unroll,
+    params,
+    carry,
+    xs,
+    scanned,
+    constant,
+    operand=None,
+    joined=False,
+    stepwise=False,
+):
     """The way forth, with what the way back needs; `operand` and `joined` as in `_pull`."""
+    params, inputs = params
     taps = Taps(params, operand or dtype, dtype)
+    before, within = _projections(inputs, dtype, stepwise)
+    xs = before(xs)
     maps = jax.lax.optimization_barrier(taps.products()) if joined else taps.maps
 
     def body(carry, inputs):
         x, extras = inputs
-        outputs = {}
+        x, outputs = within(x), {}
 
-        def compute(name, x):
+        def compute(name, x, addend):
             y = taps.apply(name, x, maps)
+            y = y if addend is None else y + addend
             if not taps.is_thin(name):
                 outputs[name] = y
             return y
 
         after = step(taps.replace(compute), carry, x, **extras, **constant)
-        return after, (carry, outputs)
+        return after, (carry, outputs, x if stepwise else None)
 
     def body_with_one_write(carry, inputs):
         after, kept = body(carry, inputs)
@@ -158,14 +203,28 @@ def _push(step, dtype, unroll, params, carry, xs, scanned, constant, operand=Non
     _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
         last, kept = loop(body_with_one_write)
-        carries, outputs = _part(kept, like)
+        carries, outputs, zs = _part(kept, like)
     else:
-        last, (carries, outputs) = loop(body)
+        last, (carries, outputs, zs) = loop(body)
+    xs = zs if stepwise else xs
     hs = jnp.concatenate([carries.h[1:], last.h[None]])
     return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
 
 def _backward(step, dtype, unroll, saved, cotangents):
+    inputs, xs, saved = saved
+    d_params, d_carry, d_xs = _choose_pull(step, dtype, unroll, saved, cotangents)
+    d_inputs = None
+    if inputs is not None:
+        matrix = inputs["input"]
+        d_inputs = {"input": _sum_of_products(xs, d_xs).astype(matrix.dtype)}
+        if "bias" in inputs:
+            d_inputs["bias"] = cells.sum_leading(d_xs, 2).astype(inputs["bias"].dtype)
+        d_xs = jnp.tensordot(d_xs, _transpose(matrix.astype(dtype)), axes=matrix.ndim - 1)
+    return (d_params, d_inputs), d_carry, d_xs, None, None
+
+
+def _choose_pull(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
     params, *_, outputs = saved
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
@@ -203,10 +262,11 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         """What goes into every linear map of a step and what comes out of it."""
         inputs, outputs = {}, dict(outputs)
 
-        def recall(name, x):
+        def recall(name, x, addend):
             inputs[name] = x.astype(operand)
             if name not in outputs:
-                outputs[name] = taps.apply(name, x, taps.maps)
+                y = taps.apply(name, x, taps.maps)
+                outputs[name] = y if addend is None else y + addend
             return outputs[name]
 
         step(taps.replace(recall), carry, x, **extras, **constant)
@@ -228,8 +288,9 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
             _, outputs = ends_of_maps(carry, x, extras, outputs)
 
         def replay(carry, x, outputs, vectors):
-            def recall(name, x):
-                return _recall(x, outputs[name], in_loop[name])
+            def recall(name, x, addend):
+                y = _recall(x, outputs[name], in_loop[name])
+                return y if addend is None else _recall_sum(y, addend)
 
             return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
 
@@ -238,16 +299,20 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
         d_outputs = {name: d_output.astype(operand) for name, d_output in d_outputs.items()}
-        written = (d_x, d_outputs)
+        # Where x is added to an output, their gradients are the same, and are written once.
+        same[:] = [name for name, d_output in d_outputs.items() if d_output is d_x]
+        written = (None if same else d_x, d_outputs)
         return (d_carry, d_vectors), _join(written) if joined else written
 
+    same: list[str] = []
     state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
     loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(_scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
-    return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
+    d_xs = d_outputs[same[0]] if same else d_xs
+    return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
 
 
 _scan.defvjp(_forward, _backward)
@@ -296,6 +361,15 @@ def _recall_backward(transposed, d_output):
 
 
 _recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
+
+
+@jax.custom_vjp
+def _recall_sum(output, addend):
+    """An output that has the addend in it, differentiable in both."""
+    return output
+
+
+_recall_sum.defvjp(lambda output, addend: (output, None), lambda _, d_sum: (d_sum, d_sum))
 
 
 def _pad_last(x, size):
@@ -392,12 +466,18 @@ class Taps:
         return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
 
     def replace(self, output_of, vectors=None):
-        """The tree with `output_of(name, x)` in place of each map: see `cells.project`."""
+        """The tree with `output_of(name, x, addend)` in place of each map: see `cells.project`.
+
+        The addend is what the caller adds that is no parameter, if anything.
+        """
 
         def tap(name):
             def use(x, bias):
-                y = output_of(name, x)
-                return y if self._whole else self._add_bias(name, y)
+                addend = None if name in self._bias or bias is None else cells.widen(bias)
+                if self._whole:
+                    return output_of(name, x, addend)
+                y = self._add_bias(name, output_of(name, x, None))
+                return y if addend is None else y + addend
 
             return use
 
