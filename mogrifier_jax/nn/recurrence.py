@@ -135,8 +135,8 @@ def _run(step, dtype, unroll, params, carry, xs, scanned, constant, stepwise=Fal
 def _projections(inputs, dtype, stepwise):
     """What is done with x before the loop and within it.
 
-    A matmul over all time steps is the quickest. But on CPUs it costs more to write the result
-    and to read it again, from memory that is new to the process.
+    One matmul over all time steps is the quickest. But on CPUs it costs more to write its result
+    and to read it again (docs/performance.md).
     """
 
     def nothing(x):
