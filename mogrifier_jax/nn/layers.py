@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, recurrence
+from mogrifier_jax.nn import cells, taps
 
 Dtype = Any
 
@@ -62,7 +62,7 @@ class Cell(nn.RNNCellBase):
     def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, x [..., D]) to (carry, h [..., H])."""
         self.check_carry(carry, x.shape)
-        weights = recurrence.Taps(self.weights(x.shape[-1]), self.dtype).cast
+        weights = taps.Taps(self.weights(x.shape[-1]), self.dtype).cast
         carry, _ = self.cell(weights, carry, x.astype(self.dtype), **extras)
         return carry, carry.h
 
@@ -358,7 +358,7 @@ class Mogrifier(nn.Module):
             size_in, size_out = sizes if i % 2 else sizes[::-1]
             options = (size_in, size_out, self.rank, self.gate_bias, 1.0, self.param_dtype)
             rounds.append(self.param(f"round_{i}", init_map, *options))
-        weights = recurrence.Taps(rounds, self.dtype).cast
+        weights = taps.Taps(rounds, self.dtype).cast
         return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
 
 

@@ -22,20 +22,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import cells
+from mogrifier_jax.nn import cells, taps
 
-# TPUs multiply float32 operands as bfloat16, so the way back holds them in it; and it is worked off
-# in chunks of at most so many time steps. What a chunk reads and writes fits into the chip's fast
-# memory. Of a whole window XLA keeps some arrays there, and then there is no room for what a
-# single step computes. Neither pays where all is bfloat16, nor if fewer bytes are stored, nor where
-# `cells.hoist` has left only maps of h in a step.
+# TPUs multiply float32 operands as bfloat16, so they are held in it.
 TPU_OPERAND = jnp.dtype("bfloat16")
+# How the way back of float32 is worked off there depends on the bytes of outputs that a device
+# stores. Up to the first number whole windows fit into the chip's fast memory, beside what a single
+# step computes. Up to the second one XLA would still put some of them there, and leave no room:
+# then chunks of at most so many time steps do fit. Larger windows it leaves where they are.
+TPU_WINDOWS = (2**26, 2**27)
 TPU_CHUNK = 16
-TPU_LARGE = 2**26
-# On GPUs a matmul of two thin factors takes four kernels to start, one by their product two. A
-# product of at most so many bytes is read in less time than that.
-CUDA_PRODUCT = 2**24
-CUDA_ALIGNMENT = 128
 # A single row would not be given to a TPU's matrix units, which take eight in the same time.
 TPU_ROWS = 8
 
@@ -89,8 +85,12 @@ def scan(
 
 def _padding(batch):
     """Rows to make of one: more than one if each device of the mesh has a single one."""
-    shards = jax.sharding.get_abstract_mesh().shape.get("data", 1)
-    return TPU_ROWS if batch == shards else 1
+    return TPU_ROWS if batch == _shards() else 1
+
+
+def _shards():
+    """Parts that the batch is cut into, if the mesh is known where this is traced."""
+    return jax.sharding.get_abstract_mesh().shape.get("data", 1)
 
 
 def _pad_on_tpus(run, factor, params, *arguments):
@@ -121,7 +121,7 @@ def _scan(step, dtype, unroll, params, *arguments):
 
 def _run(step, dtype, unroll, params, carry, xs, scanned, constant, stepwise=False):
     params, inputs = params
-    params = Taps(params, dtype).cast
+    params = taps.Taps(params, dtype).cast
     before, within = _projections(inputs, dtype, stepwise)
 
     def body(carry, inputs):
@@ -154,8 +154,8 @@ def _forward(step, dtype, unroll, params, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
     ways = {} if params[1] is None else {"cpu": functools.partial(push, stepwise=True)}
     if rounded_on_tpus(dtype):
-        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND)
-    if Taps(params[0], dtype).read_inputs:
+        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=_scan_into_empty)
+    if taps.Taps(params[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)
     return found, (params[1], arguments[1], saved)
@@ -171,35 +171,36 @@ def _push(
     scanned,
     constant,
     operand=None,
+    loop=jax.lax.scan,
     joined=False,
     stepwise=False,
 ):
-    """The way forth, with what the way back needs; `operand` and `joined` as in `_pull`."""
+    """The way forth, with what the way back needs; options are those of `_pull`."""
     params, inputs = params
-    taps = Taps(params, operand or dtype, dtype)
+    made = taps.Taps(params, operand or dtype, dtype)
     before, within = _projections(inputs, dtype, stepwise)
     xs = before(xs)
-    maps = jax.lax.optimization_barrier(taps.products()) if joined else taps.maps
+    maps = jax.lax.optimization_barrier(made.products()) if joined else made.maps
 
     def body(carry, inputs):
         x, extras = inputs
         x, outputs = within(x), {}
 
         def compute(name, x, addend):
-            y = taps.apply(name, x, maps)
+            y = made.apply(name, x, maps)
             y = y if addend is None else y + addend
-            if not taps.is_thin(name):
+            if not made.is_thin(name):
                 outputs[name] = y
             return y
 
-        after = step(taps.replace(compute), carry, x, **extras, **constant)
+        after = step(made.replace(compute), carry, x, **extras, **constant)
         return after, (carry, outputs, x if stepwise else None)
 
     def body_with_one_write(carry, inputs):
         after, kept = body(carry, inputs)
         return after, _join(kept)
 
-    loop = functools.partial(jax.lax.scan, init=carry, xs=(xs, scanned), unroll=unroll)
+    loop = functools.partial(loop, init=carry, xs=(xs, scanned), unroll=unroll)
     _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
         last, kept = loop(body_with_one_write)
@@ -217,22 +218,29 @@ def _backward(step, dtype, unroll, saved, cotangents):
     d_inputs = None
     if inputs is not None:
         matrix = inputs["input"]
-        d_inputs = {"input": _sum_of_products(xs, d_xs).astype(matrix.dtype)}
+        d_inputs = {"input": taps.sum_of_products(xs, d_xs).astype(matrix.dtype)}
         if "bias" in inputs:
             d_inputs["bias"] = cells.sum_leading(d_xs, 2).astype(inputs["bias"].dtype)
-        d_xs = jnp.tensordot(d_xs, _transpose(matrix.astype(dtype)), axes=matrix.ndim - 1)
+        d_xs = jnp.tensordot(d_xs, taps.transpose(matrix.astype(dtype)), axes=matrix.ndim - 1)
     return (d_params, d_inputs), d_carry, d_xs, None, None
 
 
 def _choose_pull(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    params, *_, outputs = saved
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outputs))
-    if not Taps(params, dtype).read_inputs:  # A step writes little, and neither way pays.
-        return pull(saved, cotangents)
-    ways = {"cuda": functools.partial(pull, joined=True)}
-    if stored >= TPU_LARGE and rounded_on_tpus(dtype):
-        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, chunk=TPU_CHUNK)
+    ways = {}
+    # Where `cells.hoist` has left only maps of h in a step, none of these pays.
+    if taps.Taps(saved[0], dtype).read_inputs:
+        ways["cuda"] = functools.partial(pull, joined=True)
+        if rounded_on_tpus(dtype):
+            outputs = jax.tree.leaves(saved[-1])
+            stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
+            least, most = TPU_WINDOWS
+            ways["tpu"] = functools.partial(
+                pull,
+                operand=TPU_OPERAND,
+                loop=_scan_into_empty,
+                chunk=TPU_CHUNK if least < stored <= most else None,
+            )
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
@@ -242,11 +250,22 @@ def rounded_on_tpus(dtype):
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
 
 
-def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, joined=False):
+def _pull(
+    step,
+    dtype,
+    unroll,
+    saved,
+    cotangents,
+    operand=None,
+    loop=jax.lax.scan,
+    chunk=None,
+    joined=False,
+):
     """The way back.
 
     Args:
       operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
+      loop: `lax.scan` or one like it.
       chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
         then computed again in that loop, and not for all time steps before it.
       joined: whether a step writes its gradients as one array, and multiplies by the product of
@@ -256,7 +275,7 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
     operand = operand or dtype
-    taps = Taps(params, operand, dtype)
+    made = taps.Taps(params, operand, dtype)
 
     def ends_of_maps(carry, x, extras, outputs):
         """What goes into every linear map of a step and what comes out of it."""
@@ -265,21 +284,21 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         def recall(name, x, addend):
             inputs[name] = x.astype(operand)
             if name not in outputs:
-                y = taps.apply(name, x, taps.maps)
+                y = made.apply(name, x, made.maps)
                 outputs[name] = y if addend is None else y + addend
             return outputs[name]
 
-        step(taps.replace(recall), carry, x, **extras, **constant)
+        step(made.replace(recall), carry, x, **extras, **constant)
         return inputs, outputs
 
     inputs, all_outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
     if chunk is None:
         outputs = all_outputs
     # Materialised once, so that the matmuls of the loop read their matrix as it lies.
-    transposed = jax.lax.optimization_barrier(jax.tree.map(_transpose, taps.maps))
+    transposed = jax.lax.optimization_barrier(jax.tree.map(taps.transpose, made.maps))
     in_loop = transposed
     if joined:
-        in_loop = jax.lax.optimization_barrier(taps.products(transpose=True))
+        in_loop = jax.lax.optimization_barrier(made.products(transposed=True))
 
     def body(state, inputs):
         d_carry, d_vectors = state
@@ -289,12 +308,12 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
 
         def replay(carry, x, outputs, vectors):
             def recall(name, x, addend):
-                y = _recall(x, outputs[name], in_loop[name])
-                return y if addend is None else _recall_sum(y, addend)
+                y = taps.recall(x, outputs[name], in_loop[name])
+                return y if addend is None else taps.recall_sum(y, addend)
 
-            return step(taps.replace(recall, vectors), carry, x, **extras, **constant)
+            return step(made.replace(recall, vectors), carry, x, **extras, **constant)
 
-        _, pull = jax.vjp(replay, carry, x, outputs, taps.vectors)
+        _, pull = jax.vjp(replay, carry, x, outputs, made.vectors)
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
@@ -305,17 +324,41 @@ def _pull(step, dtype, unroll, saved, cotangents, operand=None, chunk=None, join
         return (d_carry, d_vectors), _join(written) if joined else written
 
     same: list[str] = []
-    state = (d_last, jax.tree.map(jnp.zeros_like, taps.vectors))
-    loop = functools.partial(jax.lax.scan, body, reverse=True, unroll=unroll)
+    state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
+    loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(_scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
     d_xs = d_outputs[same[0]] if same else d_xs
-    return taps.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
+    return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
 
 
 _scan.defvjp(_forward, _backward)
+
+
+def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
+    """`lax.scan`, whose results go into memory that is not filled with zeros first.
+
+    Not if they are large: XLA allocates them long before the loop, perhaps in the fast memory.
+    """
+    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    if size // _shards() > TPU_WINDOWS[1]:
+        return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
+
+    def turn(carried, x):
+        state, index, results = carried
+        state, result = body(state, x)
+        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        results = jax.tree.map(write, results, result)
+        return (state, index + (-1 if reverse else 1), results), None
+
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
+    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
+    carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
+    return carried[0], carried[2]
 
 
 def _scan_in_chunks(loop, most, state, xs):
@@ -340,174 +383,3 @@ def _part(joined, like):
     return treedef.unflatten(
         part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
     )
-
-
-@jax.custom_vjp
-def _recall(x, output, transposed):
-    """The output of a linear map that is known already, differentiable in the map's input."""
-    return output
-
-
-def _recall_backward(transposed, d_output):
-    d_x = d_output
-    for matrix in reversed(transposed):
-        d_x = jnp.tensordot(
-            _pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
-            matrix,
-            axes=matrix.ndim - 1,
-            preferred_element_type=d_output.dtype,
-        )
-    return d_x, d_output, None
-
-
-_recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
-
-
-@jax.custom_vjp
-def _recall_sum(output, addend):
-    """An output that has the addend in it, differentiable in both."""
-    return output
-
-
-_recall_sum.defvjp(lambda output, addend: (output, None), lambda _, d_sum: (d_sum, d_sum))
-
-
-def _pad_last(x, size):
-    """Zeros behind the last axis of x, up to a size."""
-    missing = size - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
-
-
-def _transpose(matrix):
-    """[I, ...] to [..., I]."""
-    return jnp.moveaxis(matrix, 0, -1)
-
-
-class Taps:
-    """A parameter tree taken apart into linear maps, their biases, and other vectors.
-
-    A map is a tuple of one matrix, or of the two factors `down` and `up`; it goes by the name
-    of the first. Names are paths in the tree. Matrices are cast to `dtype`; `output_dtype` is
-    that of the maps' outputs, if it is another. An output has its bias in it unless that would
-    round it once more.
-    """
-
-    _FIRST = ("kernel", "down", "input", "recurrent")
-    _BIASED = ("kernel", "down", "input")  # The one of these that stands beside a bias.
-
-    def __init__(self, params, dtype, output_dtype=None):
-        self._dtype, self._output_dtype = dtype, output_dtype or dtype
-        self._whole = cells.wide(self._output_dtype) == self._output_dtype
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
-        self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-        self._second, self._bias, self.maps = {}, {}, {}
-        self.read_inputs = False  # Whether x goes through a map, too.
-        for path, leaf in flat:
-            name, last = jax.tree_util.keystr(path), path[-1].key
-            if last in self._FIRST:
-                self.maps[name] = (leaf.astype(dtype),)
-                self.read_inputs |= last != "recurrent"
-                up, bias = _beside(path, "up"), _beside(path, "bias")
-                if last == "down":
-                    self._second[name] = up
-                    self.maps[name] += (self._params[up].astype(dtype),)
-                if last in self._BIASED and bias in self._params:
-                    self._bias[name] = bias
-        taken = {*self.maps, *self._second.values(), *self._bias.values()}
-        self.vectors = {name: v for name, v in self._params.items() if name not in taken}
-
-    @property
-    def cast(self):
-        """The tree with its matrices in the compute dtype."""
-        matrices = {name: matrices[0] for name, matrices in self.maps.items()}
-        matrices |= {up: self.maps[down][1] for down, up in self._second.items()}
-        return self._treedef.unflatten({**self._params, **matrices}.values())
-
-    def is_thin(self, name):
-        """Whether a map is a product of two factors."""
-        return len(self.maps[name]) == 2
-
-    def products(self, transpose=False):
-        """The maps with the product of their factors, if it is small, in the factors' place.
-
-        Its first axis has zeros at the end: XLA cuts it into parts, and would fill up the last one
-        in every step.
-        """
-
-        def multiply(matrices):
-            down, up = matrices[0], matrices[-1]
-            size = len(down) * up.shape[-1] * down.dtype.itemsize
-            if len(matrices) == 1 or up.ndim > 2 or size > CUDA_PRODUCT:
-                return tuple(map(_transpose, matrices)) if transpose else matrices
-            wide = cells.wide(self._dtype)
-            product = jnp.tensordot(
-                down, up, axes=1, precision="highest", preferred_element_type=wide
-            )
-            product = _transpose(product) if transpose else product
-            missing = -product.shape[0] % CUDA_ALIGNMENT
-            return (jnp.pad(product.astype(self._dtype), [(0, missing), (0, 0)]),)
-
-        return {name: multiply(matrices) for name, matrices in self.maps.items()}
-
-    def apply(self, name, x, maps):
-        """The output of a map; `maps` are these, or their products."""
-        for matrix in maps[name]:
-            x = jnp.tensordot(
-                _pad_last(x.astype(self._dtype), matrix.shape[0]),
-                matrix,
-                axes=1,
-                preferred_element_type=self._output_dtype,
-            )
-        return self._add_bias(name, x) if self._whole else x
-
-    def _add_bias(self, name, y):
-        """To a map's output, if the map has one."""
-        y = cells.widen(y)
-        return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
-
-    def replace(self, output_of, vectors=None):
-        """The tree with `output_of(name, x, addend)` in place of each map: see `cells.project`.
-
-        The addend is what the caller adds that is no parameter, if anything.
-        """
-
-        def tap(name):
-            def use(x, bias):
-                addend = None if name in self._bias or bias is None else cells.widen(bias)
-                if self._whole:
-                    return output_of(name, x, addend)
-                y = self._add_bias(name, output_of(name, x, None))
-                return y if addend is None else y + addend
-
-            return use
-
-        taps = {name: tap(name) for name in self.maps}
-        return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
-
-    def gradients(self, inputs, d_outputs, d_vectors, transposed):
-        """One matmul over [T, B] for each matrix, one sum for each bias."""
-        grads = dict(d_vectors)
-        for name, matrices in self.maps.items():
-            x, d_output = inputs[name], d_outputs[name]
-            if name in self._bias:
-                grads[self._bias[name]] = cells.sum_leading(d_output, 2)
-            if self.is_thin(name):
-                low = jnp.tensordot(x, matrices[0], axes=1)
-                grads[self._second[name]] = _sum_of_products(low, d_output)
-                up = transposed[name][1]
-                d_output = jnp.tensordot(d_output, up, axes=up.ndim - 1)
-            grads[name] = _sum_of_products(x, d_output)
-        return self._treedef.unflatten(
-            grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
-        )
-
-
-def _sum_of_products(x, d_output):
-    """The gradient of a matrix from the two ends of its matmul, over all of [T, B]."""
-    wide = cells.wide(d_output.dtype)
-    return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
-
-
-def _beside(path, name):
-    """The name of what stands beside a leaf in its dict."""
-    return jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey(name)))

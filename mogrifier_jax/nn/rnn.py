@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax.linen import recurrent
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, from_flax, layers, recurrence
+from mogrifier_jax.nn import cells, from_flax, layers, recurrence, taps
 
 Dtype = Any
 check = layers.check
@@ -176,7 +176,7 @@ class RNN(nn.RNN):
 
         def body(carry, inputs):
             x, extras = inputs
-            params = recurrence.Taps(weights, self.cell.dtype).cast
+            params = taps.Taps(weights, self.cell.dtype).cast
             carry = _step(self.cell.cell, params, carry, x, **extras, **constant)
             return carry, carry.h
 
@@ -186,7 +186,7 @@ class RNN(nn.RNN):
         """As `window` without masks, and every gate at every step, [T, B, ...] each."""
         self.check_shapes(carry, xs)
         xs = xs.astype(self.cell.dtype)
-        weights = recurrence.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
+        weights = taps.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
 
         def body(carry, x):
             carry, gates = self.cell.cell(weights, carry, x)

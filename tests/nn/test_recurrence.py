@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 from mogrifier_jax import partitioning
-from mogrifier_jax.nn import cells, layers, recurrence, rnn
+from mogrifier_jax.nn import cells, layers, recurrence, rnn, taps
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
@@ -244,7 +244,7 @@ def matrices_of(tree):
 def unknown_to_taps(weights):
     """Matrices whose gradient would be summed up at its full size at every step back."""
     weights = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), weights)
-    vectors = recurrence.Taps(weights, jnp.dtype(jnp.float32)).vectors
+    vectors = taps.Taps(weights, jnp.dtype(jnp.float32)).vectors
     return [name for name in matrices_of(weights) if name in vectors]
 
 
@@ -288,13 +288,13 @@ def pretend(patch, platform):
     patch.setattr(jax.lax, "platform_dependent", choose)
 
 
-def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid):
+def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid, windows=(0, 2**30)):
     """Gradients by what TPUs or GPUs are given; chunks have at most four steps."""
     cell = make_cell(variant, dtype=dtype, param_dtype=dtype)
     with monkeypatch.context() as patch:
         pretend(patch, platform)
         patch.setattr(recurrence, "TPU_CHUNK", 4)
-        patch.setattr(recurrence, "TPU_LARGE", 0)
+        patch.setattr(recurrence, "TPU_WINDOWS", windows)
         if dtype == jnp.float64:
             patch.setattr(recurrence, "TPU_OPERAND", dtype)
             patch.setattr(recurrence, "rounded_on_tpus", lambda dtype: True)
@@ -303,12 +303,16 @@ def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+@pytest.mark.parametrize(
+    "platform, windows",
+    [("tpu", (0, 2**30)), ("tpu", (2**30, 2**30)), ("tpu", (0, 0)), ("cuda", None)],
+)
 @pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "mogrifier gru", "mlstm"])
-def test_the_way_back_of_every_platform_is_the_same(variant, platform, monkeypatch):
+def test_the_way_back_of_every_platform_is_the_same(variant, platform, windows, monkeypatch):
     tree, keep, valid = problem(make_cell(variant))
+    run = functools.partial(solve_as, platform, monkeypatch, variant, jnp.float64)
     with jax.enable_x64(True):
-        found = solve_as(platform, monkeypatch, variant, jnp.float64, tree, keep, valid)
+        found = run(tree, keep, valid, windows=windows)
     assert_equal(found, solve(variant, tree, keep, valid))
 
 
@@ -372,7 +376,7 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
 def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
     lengths, run = [], recurrence._scan_in_chunks
     pretend(monkeypatch, "tpu")
-    monkeypatch.setattr(recurrence, "TPU_LARGE", 0)
+    monkeypatch.setattr(recurrence, "TPU_WINDOWS", (0, 2**30))
     monkeypatch.setattr(
         recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
     )
