@@ -26,12 +26,13 @@ from mogrifier_jax.nn import cells, taps
 
 # TPUs multiply float32 operands as bfloat16, so they are held in it.
 TPU_OPERAND = jnp.dtype("bfloat16")
-# How the way back of float32 is worked off there depends on the bytes of outputs that a device
-# stores. Up to the first number whole windows fit into the chip's fast memory, beside what a single
-# step computes. Up to the second one XLA would still put some of them there, and leave no room:
-# then chunks of at most so many time steps do fit. Larger windows it leaves where they are.
-TPU_WINDOWS = (2**26, 2**27)
+# If a device stores more bytes of outputs, the way back of float32 is worked off there in chunks of
+# at most so many time steps, each of which fits into the chip's fast memory. Of a whole window XLA
+# keeps some arrays there, and then there is no room for what a single step computes.
+TPU_LARGE = 2**26
 TPU_CHUNK = 16
+# A loop that writes more bytes fills its memory with zeros first: see `_scan_into_empty`.
+TPU_EMPTY = 2**27
 # A single row would not be given to a TPU's matrix units, which take eight in the same time.
 TPU_ROWS = 8
 
@@ -234,13 +235,8 @@ def _choose_pull(step, dtype, unroll, saved, cotangents):
         if rounded_on_tpus(dtype):
             outputs = jax.tree.leaves(saved[-1])
             stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
-            least, most = TPU_WINDOWS
-            ways["tpu"] = functools.partial(
-                pull,
-                operand=TPU_OPERAND,
-                loop=_scan_into_empty,
-                chunk=TPU_CHUNK if least < stored <= most else None,
-            )
+            way = dict(chunk=TPU_CHUNK) if stored > TPU_LARGE else dict(loop=_scan_into_empty)
+            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, **way)
     return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
 
 
@@ -344,7 +340,7 @@ def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
     """
     _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    if size // _shards() > TPU_WINDOWS[1]:
+    if size // _shards() > TPU_EMPTY:
         return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
 
     def turn(carried, x):
