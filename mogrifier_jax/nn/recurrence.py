@@ -189,10 +189,10 @@ def _push(
 
         def compute(name, x, addend):
             y = made.apply(name, x, maps)
-            y = y if addend is None else y + addend
+            total = y if addend is None else y + addend
             if not made.is_thin(name):
-                outputs[name] = y
-            return y
+                outputs[name] = total if stepwise else y
+            return total
 
         after = step(made.replace(compute), carry, x, **extras, **constant)
         return after, (carry, outputs, x if stepwise else None)
@@ -228,7 +228,7 @@ def _backward(step, dtype, unroll, saved, cotangents):
 
 def _choose_pull(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    ways = {}
+    ways = {"cpu": functools.partial(pull, summed=True)}
     # Where `cells.hoist` has left only maps of h in a step, none of these pays.
     if taps.Taps(saved[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
@@ -256,6 +256,7 @@ def _pull(
     loop=jax.lax.scan,
     chunk=None,
     joined=False,
+    summed=False,
 ):
     """The way back.
 
@@ -267,6 +268,8 @@ def _pull(
       joined: whether a step writes its gradients as one array, and multiplies by the product of
         thin factors. On GPUs each write and each matmul is a kernel of its own, or several, and
         takes longer to start than to run.
+      summed: whether x is in the stored outputs that it is added to, as where it is projected
+        step by step. In float32 on a TPU that would cost.
     """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
@@ -281,7 +284,7 @@ def _pull(
             inputs[name] = x.astype(operand)
             if name not in outputs:
                 y = made.apply(name, x, made.maps)
-                outputs[name] = y if addend is None else y + addend
+                outputs[name] = y if addend is None or not summed else y + addend
             return outputs[name]
 
         step(made.replace(recall), carry, x, **extras, **constant)
@@ -305,7 +308,9 @@ def _pull(
         def replay(carry, x, outputs, vectors):
             def recall(name, x, addend):
                 y = taps.recall(x, outputs[name], in_loop[name])
-                return y if addend is None else taps.recall_sum(y, addend)
+                if addend is None:
+                    return y
+                return taps.recall_sum(y, addend) if summed else y + addend
 
             return step(made.replace(recall, vectors), carry, x, **extras, **constant)
 
@@ -315,7 +320,7 @@ def _pull(
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
         d_outputs = {name: d_output.astype(operand) for name, d_output in d_outputs.items()}
         # Where x is added to an output, their gradients are the same, and are written once.
-        same[:] = [name for name, d_output in d_outputs.items() if d_output is d_x]
+        same[:] = [name for name, d_output in d_outputs.items() if summed and d_output is d_x]
         written = (None if same else d_x, d_outputs)
         return (d_carry, d_vectors), _join(written) if joined else written
 
