@@ -1,11 +1,14 @@
-"""Tokens per second of the fast recurrence, the plain one and PyTorch, in one table.
+"""Tokens per second of the fast recurrence, the plain one, Flax's and PyTorch, in one table.
 
     python -m benchmarks.recurrence --sizes=small,ptb --repeats=9
+
+For 0 rounds Flax's `RNN` with its `OptimizedLSTMCell` runs too, of `flax.linen` and of `flax.nnx`,
+in a model with our embedding, softmax and optimizer.
 
 A train step is forward, loss, backward, gradient clip and Adam, of a model with two layers
 and a tied softmax, without dropout. The same computation stands on all sides: uncapped input
 gates, the output of the last layer, a first moment in Adam. As in training, ours takes several
-steps in one dispatch, and the fast one has the compiler options of `runtime.py`.
+steps in one dispatch.
 `--only=recurrence` times the layers' forward and backward pass alone. The share of peak is what
 the model's matmuls would take at the machine's float32 matmul peak, measured in the same run,
 over what the step takes.
@@ -21,16 +24,16 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import timing
+from benchmarks import flax_lstm, timing
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models, rnn
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import runtime, schedule, steps
+from mogrifier_jax.training import schedule, steps
 
 try:
     import torch
@@ -68,17 +71,25 @@ SIZES = {
 }
 
 
-def make_model(size: Size, fast: bool) -> models.LanguageModel:
-    """Our model of this size."""
-    return models.LanguageModel(
+FLAX = {"Flax nn.RNN": "linen", "Flax nnx.RNN": "nnx"}
+
+
+def make_model(size: Size, contender: str) -> models.LanguageModel:
+    """A model of this size: "fast" or "plain nn.scan" with our layers, or one of Flax's."""
+    sizes: Any = dict(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
         embedding_size=size.hidden,
         num_layers=size.num_layers,
-        cell_options=dict(rounds=size.rounds, rank=size.rank, cap_input_gate=False),
         tied_embeddings=True,
         output="last",
-        fast=fast,
+    )
+    if contender in FLAX:
+        return flax_lstm.LanguageModel(**sizes, api=FLAX[contender])
+    return models.LanguageModel(
+        **sizes,
+        cell_options=dict(rounds=size.rounds, rank=size.rank, cap_input_gate=False),
+        fast=contender == "fast",
     )
 
 
@@ -88,21 +99,16 @@ def make_batch(size: Size) -> streams.Window:
     return streams.Window(tokens[:, :-1], tokens[:, 1:])
 
 
-def compiler_options(fast: bool) -> dict[str, str] | None:
-    """Those of training for the fast path; the plain one is what XLA makes of it by default."""
-    return runtime.compiler_options(jax.default_backend()) if fast else None
-
-
-def jax_step(size: Size, fast: bool) -> Callable[[], object]:
+def jax_step(size: Size, contender: str) -> Callable[[], object]:
     """Our train steps, whole; the state moves on from call to call."""
     program = steps.Program(
-        model=make_model(size, fast),
+        model=make_model(size, contender),
         optimizer=steps.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
         average=schedule.make_averaging("none"),
         batch_at=lambda stream, step: stream,
     )
     take = functools.partial(steps.train_steps, program=program, num_steps=NUM_STEPS)
-    take = jax.jit(take, donate_argnums=0, compiler_options=compiler_options(fast))
+    take = jax.jit(take, donate_argnums=0)
     init = functools.partial(steps.init_state, program=program, batch_size=size.batch)
     state = jax.jit(init)(jax.random.key(0))
     hyper = steps.Hyperparameters(learning_rate=LEARNING_RATE, l2_penalty=0.0)
@@ -116,19 +122,23 @@ def jax_step(size: Size, fast: bool) -> Callable[[], object]:
     return run
 
 
-def jax_recurrence(size: Size, fast: bool) -> Callable[[], object]:
-    """Gradients of our stack alone."""
-    model = make_model(size, fast)
-    options = dict(cell_options=model.cell_options, output="last", fast=fast)
-    stack = rnn.Stack(size.num_layers, size.hidden, **options)
-    carry = rnn.zero_carry(stack, size.batch)
+def jax_recurrence(size: Size, contender: str) -> Callable[[], object]:
+    """Gradients of the layers alone."""
+    model = make_model(size, contender)
+    carry = model.zero_carry(size.batch)
+    stack: Any
+    if contender in FLAX:
+        stack = flax_lstm.Stack(size.num_layers, size.hidden, FLAX[contender])
+    else:
+        options: Any = dict(cell_options=model.cell_options, output="last", fast=model.fast)
+        stack = rnn.Stack(size.num_layers, size.hidden, **options)
     xs = jax.random.normal(jax.random.key(1), (size.window, size.batch, size.hidden))
     params = jax.jit(stack.init)(jax.random.key(0), carry, xs)["params"]
 
     def loss(params, xs):
         return jnp.square(stack.apply({"params": params}, carry, xs)[1]).sum()
 
-    gradient = jax.jit(jax.grad(loss, (0, 1)), compiler_options=compiler_options(fast))
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
     return lambda: jax.block_until_ready(gradient(params, xs))
 
 
@@ -163,7 +173,7 @@ def torch_recurrence(size: Size) -> Callable[[], object]:
 
 def train_flops(size: Size, only: str) -> int:
     """Matmul FLOPs of a step: forward once, and twice that on the way back."""
-    model = make_model(size, fast=True)
+    model = make_model(size, "fast")
     batch = make_batch(size)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), batch.inputs))
     nats = functools.partial(model.apply, method="nats")
@@ -191,11 +201,11 @@ def measure(name: str, size: Size, repeats: int, only: str, clock: str) -> list[
         "recurrence": (jax_recurrence, torch_recurrence),
     }[only]
     rival = "torch.nn.LSTM" if size.rounds == 0 else "torch LSTMCell loop"
+    names = [*(() if size.rounds else FLAX), "plain nn.scan", "fast"]
     seconds = timing.take_turns(
         {
             rival: make_torch(size),
-            "plain nn.scan": make_jax(size, fast=False),
-            "fast": make_jax(size, fast=True),
+            **{contender: make_jax(size, contender) for contender in names},
             **peak_contenders(),
         },
         repeats,

@@ -1,13 +1,14 @@
-"""Forward and backward of one layer on this machine, Flax's RNN beside ours, in one table.
+"""One layer on this machine, Flax's RNN beside ours: gradients and the forward pass alone.
 
     python -m benchmarks.rnn
     taskset -c 0 python -m benchmarks.rnn --clock=cpu    # one core, on a machine that is busy
 
-All have the same number of hidden units, float32 inputs and weights, and XLA's default options:
-those of training (`runtime.py`) are made for our backward pass. H hidden, B batch, T window.
+All have the same number of hidden units, and float32 inputs and weights. H hidden, B batch, T
+window.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -15,16 +16,17 @@ import jax
 import jax.numpy as jnp
 
 import mogrifier_jax
-from benchmarks import timing
+from benchmarks import flax_lstm, timing
 
-SIZES = {"small": (128, 16, 35), "ptb": (912, 64, 70)}  # H, B, T.
+SIZES = {"small": (128, 16, 35), "middle": (512, 64, 70), "ptb": (912, 64, 70)}  # H, B, T.
 
 
-def rows(hidden: int) -> dict[str, nn.RNN]:
+def rows(hidden: int) -> dict[str, nn.Module]:
     """What is compared; the ratios are to the first."""
     mogrifier = mogrifier_jax.MogrifierLSTMCell(hidden, rounds=5, rank=hidden // 12)
     return {
         "nn.RNN, OptimizedLSTMCell": nn.RNN(nn.OptimizedLSTMCell(hidden)),
+        "nnx.RNN, OptimizedLSTMCell": NnxRNN(hidden),
         "RNN, OptimizedLSTMCell": mogrifier_jax.RNN(nn.OptimizedLSTMCell(hidden)),
         "RNN, LSTMCell of ours": mogrifier_jax.RNN(mogrifier_jax.LSTMCell(hidden)),
         "nn.RNN, GRUCell": nn.RNN(nn.GRUCell(hidden)),
@@ -34,31 +36,45 @@ def rows(hidden: int) -> dict[str, nn.RNN]:
     }
 
 
-def make_run(rnn: nn.RNN, hidden: int, batch: int, window: int) -> Callable[[], object]:
-    """A function that computes the gradients once."""
+class NnxRNN(nn.Module):
+    """`nnx.RNN` with the signature of the others, without a carry."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, xs: jax.Array) -> jax.Array:
+        """[B, T, H] to [B, T, H]."""
+        stack = flax_lstm.Stack(1, self.hidden, "nnx", name="stack")
+        ys = stack(stack.initial_carry(len(xs)), jnp.swapaxes(xs, 0, 1))[1]
+        return jnp.swapaxes(ys, 0, 1)
+
+
+def make_run(rnn: nn.Module, what: str, hidden: int, batch: int, window: int) -> Callable:
+    """A function that computes gradients or outputs once."""
     xs = jax.random.normal(jax.random.key(0), (batch, window, hidden))
     variables = jax.jit(rnn.init)(jax.random.key(1), xs)
 
     def loss(variables, xs):
         return jnp.sin(rnn.apply(variables, xs)).sum()
 
-    gradient = jax.jit(jax.grad(loss, (0, 1)))
-    return lambda: jax.block_until_ready(gradient(variables, xs))
+    compute = jax.jit(jax.grad(loss, (0, 1)) if what == "gradient" else rnn.apply)
+    return lambda: jax.block_until_ready(compute(variables, xs))
 
 
 def main() -> None:
     """Prints a table for each size."""
-    parser = argparse.ArgumentParser(description="Flax's RNN beside ours.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--what", default="gradient,forward")
     arguments = parser.parse_args()
-    for name in arguments.sizes.split(","):
+    for name, what in itertools.product(arguments.sizes.split(","), arguments.what.split(",")):
         hidden, batch, window = SIZES[name]
-        runs = {row: make_run(rnn, *SIZES[name]) for row, rnn in rows(hidden).items()}
+        runs = {row: make_run(rnn, what, *SIZES[name]) for row, rnn in rows(hidden).items()}
         seconds = timing.take_turns(runs, arguments.repeats, arguments.clock)
         first = next(iter(seconds.values()))
-        head = (f"{name}: H {hidden}, B {batch}, T {window}", "ms", "speed")
+        head = (f"{name}: H {hidden}, B {batch}, T {window}, {what}", "ms", "speed")
         found = [(row, f"{1e3 * s:.1f}", f"{first / s:.2f}x") for row, s in seconds.items()]
         print(timing.table([head, *found]), flush=True)
 

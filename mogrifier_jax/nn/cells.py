@@ -217,6 +217,8 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
     """Pre-activations [..., G, H] of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
     if "recurrent" not in params:
         return affine(params, jnp.concatenate([x, h], -1))
+    if "input" not in params and "shift" not in params:  # `hoist` has taken x's projection out.
+        return project(h, params["recurrent"], x)
     zx, zh = gate_parts(params, x, h)
     if "shift" in params:
         zx = layer_norm(zx, params["input_gain"], (-2, -1))
@@ -231,27 +233,28 @@ def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, j
     return zx, project(h, params["recurrent"])
 
 
-def hoist(params: Params, xs: jax.Array) -> tuple[Params, jax.Array]:
+def hoist(params: Params) -> tuple[Params, Params | None]:
     """Moves work out of the recurrence: returns what to scan with, of equal meaning.
 
-    Where x enters the gates unmodulated, its projection does not depend on the state and is
-    one matmul over all time steps. Elsewhere the two gate matrices become one, so that a step
-    has one large matmul instead of two and one sum less to keep for the backward pass.
+    Where x enters the gates unmodulated, its projection does not depend on the state. It is
+    returned as a map of its own, for `recurrence.scan` to apply. Elsewhere the two gate matrices
+    become one, so that a step has one large matmul instead of two and one sum less to keep for
+    the backward pass.
     """
     gates = params["gates"]
     if "input" not in gates:
-        return params, xs
+        return params, None
     if "rounds" not in params and "scaling" not in params:
-        zs = project(xs, gates["input"].astype(xs.dtype), gates.get("bias"))
-        rest = {name: gates[name] for name in gates if name not in ("input", "bias")}
-        if "multiplicative" not in params:
-            return {**params, "gates": rest}, zs.astype(xs.dtype)
-        maps = params["multiplicative"]
-        ms = project(xs, maps["input"].astype(xs.dtype))
-        zs = jnp.concatenate([ms[..., None, :], zs], -2)
-        maps = {"recurrent": maps["recurrent"]}
-        return {**params, "gates": rest, "multiplicative": maps}, zs.astype(xs.dtype)
+        inputs = {name: gates[name] for name in gates if name in ("input", "bias")}
+        params = {**params, "gates": {name: gates[name] for name in gates if name not in inputs}}
+        if "multiplicative" in params:
+            maps = params["multiplicative"]
+            params["multiplicative"] = {"recurrent": maps["recurrent"]}
+            inputs["input"] = jnp.concatenate([maps["input"][:, None], inputs["input"]], 1)
+            if "bias" in inputs:
+                inputs["bias"] = jnp.pad(inputs["bias"], [(1, 0), (0, 0)])
+        return params, inputs
     if "multiplicative" in params or "shift" in gates or "candidate_bias" in gates:
-        return params, xs  # These need the two sums apart.
+        return params, None  # These need the two sums apart.
     kernel = jnp.concatenate([gates["input"], gates["recurrent"]], 0)
-    return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, xs
+    return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, None

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import taps
+from mogrifier_jax.nn import cells, taps
 
 # TPUs multiply float32 operands as bfloat16, so they are held in it.
 TPU_OPERAND = jnp.dtype("bfloat16")
@@ -50,6 +50,7 @@ def scan(
     constant: dict[str, jax.Array],
     *,
     dtype: jnp.dtype,
+    inputs: cells.Params | None = None,
     remat_window: int | None = None,
     unroll: int = 1,
 ) -> tuple[Any, jax.Array]:
@@ -60,6 +61,7 @@ def scan(
         `cells.project` and nowhere else; a `bias` belongs to the matrix beside it.
       scanned, constant: masks and the like, passed to the step by keyword, without gradient.
       dtype: what the matmuls run in.
+      inputs: {"input", "bias"}, a map that x goes through on its way to the step, if any.
       remat_window: keep only the carry every so many steps, and compute the rest again.
     """
     run = functools.partial(_scan, step, jnp.dtype(dtype), unroll)
@@ -67,9 +69,9 @@ def scan(
         run = functools.partial(_pad_on_tpus, run, factor)
     steps = xs.shape[0]
     if remat_window is None or remat_window >= steps:
-        return run(params, carry, xs, scanned, constant)
+        return run((params, inputs), carry, xs, scanned, constant)
 
-    chunk = jax.checkpoint(lambda carry, part: run(params, carry, *part, constant))
+    chunk = jax.checkpoint(lambda carry, part: run((params, inputs), carry, *part, constant))
     whole = steps - steps % remat_window
     parts = jax.tree.map(
         lambda a: a[:whole].reshape(whole // remat_window, remat_window, *a.shape[1:]),
@@ -113,25 +115,52 @@ def _pad_on_tpus(run, factor, params, *arguments):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scan(step, dtype, unroll, params, carry, xs, scanned, constant):
+def _scan(step, dtype, unroll, params, *arguments):
+    run = functools.partial(_run, step, dtype, unroll)
+    ways = {} if params[1] is None else {"cpu": functools.partial(run, stepwise=True)}
+    return jax.lax.platform_dependent(params, *arguments, **ways, default=run)
+
+
+def _run(step, dtype, unroll, params, carry, xs, scanned, constant, stepwise=False):
+    params, inputs = params
     params = taps.Taps(params, dtype).cast
+    before, within = _projections(inputs, dtype, stepwise)
 
     def body(carry, inputs):
         x, extras = inputs
-        carry = step(params, carry, x, **extras, **constant)
+        carry = step(params, carry, within(x), **extras, **constant)
         return carry, carry.h
 
-    return jax.lax.scan(body, carry, (xs, scanned), unroll=unroll)
+    return jax.lax.scan(body, carry, (before(xs), scanned), unroll=unroll)
 
 
-def _forward(step, dtype, unroll, *arguments):
+def _projections(inputs, dtype, stepwise):
+    """What is done with x before the loop and within it.
+
+    One matmul over all time steps is the quickest. But on CPUs it costs more to write its result
+    and to read it again (docs/performance.md).
+    """
+
+    def nothing(x):
+        return x
+
+    def project(x):
+        return cells.project(x, inputs["input"].astype(dtype), inputs.get("bias")).astype(dtype)
+
+    if inputs is None:
+        return nothing, nothing
+    return (nothing, project) if stepwise else (project, nothing)
+
+
+def _forward(step, dtype, unroll, params, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
-    ways = {}
+    ways = {} if params[1] is None else {"cpu": functools.partial(push, stepwise=True)}
     if rounded_on_tpus(dtype):
         ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=_scan_into_empty)
-    if taps.Taps(arguments[0], dtype).read_inputs:
+    if taps.Taps(params[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
-    return jax.lax.platform_dependent(*arguments, **ways, default=push)
+    found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)
+    return found, (params[1], arguments[1], saved)
 
 
 def _push(
@@ -146,23 +175,28 @@ def _push(
     operand=None,
     loop=jax.lax.scan,
     joined=False,
+    stepwise=False,
 ):
     """The way forth, with what the way back needs; options are those of `_pull`."""
+    params, inputs = params
     made = taps.Taps(params, operand or dtype, dtype)
+    before, within = _projections(inputs, dtype, stepwise)
+    xs = before(xs)
     maps = jax.lax.optimization_barrier(made.products()) if joined else made.maps
 
     def body(carry, inputs):
         x, extras = inputs
-        outputs = {}
+        x, outputs = within(x), {}
 
-        def compute(name, x):
+        def compute(name, x, addend):
             y = made.apply(name, x, maps)
+            total = y if addend is None else y + addend
             if not made.is_thin(name):
-                outputs[name] = y
-            return y
+                outputs[name] = total if stepwise else y
+            return total
 
         after = step(made.replace(compute), carry, x, **extras, **constant)
-        return after, (carry, outputs)
+        return after, (carry, outputs, x if stepwise else None)
 
     def body_with_one_write(carry, inputs):
         after, kept = body(carry, inputs)
@@ -172,16 +206,30 @@ def _push(
     _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
         last, kept = loop(body_with_one_write)
-        carries, outputs = _part(kept, like)
+        carries, outputs, zs = _part(kept, like)
     else:
-        last, (carries, outputs) = loop(body)
+        last, (carries, outputs, zs) = loop(body)
+    xs = zs if stepwise else xs
     hs = jnp.concatenate([carries.h[1:], last.h[None]])
     return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
 
 def _backward(step, dtype, unroll, saved, cotangents):
+    inputs, xs, saved = saved
+    d_params, d_carry, d_xs = _choose_pull(step, dtype, unroll, saved, cotangents)
+    d_inputs = None
+    if inputs is not None:
+        matrix = inputs["input"]
+        d_inputs = {"input": taps.sum_of_products(xs, d_xs).astype(matrix.dtype)}
+        if "bias" in inputs:
+            d_inputs["bias"] = cells.sum_leading(d_xs, 2).astype(inputs["bias"].dtype)
+        d_xs = jnp.tensordot(d_xs, taps.transpose(matrix.astype(dtype)), axes=matrix.ndim - 1)
+    return (d_params, d_inputs), d_carry, d_xs, None, None
+
+
+def _choose_pull(step, dtype, unroll, saved, cotangents):
     pull = functools.partial(_pull, step, dtype, unroll)
-    ways = {}
+    ways = {"cpu": functools.partial(pull, summed=True)}
     # Where `cells.hoist` has left only maps of h in a step, none of these pays.
     if taps.Taps(saved[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
@@ -211,6 +259,7 @@ def _pull(
     loop=jax.lax.scan,
     chunk=None,
     joined=False,
+    summed=False,
 ):
     """The way back.
 
@@ -222,6 +271,8 @@ def _pull(
       joined: whether a step writes its gradients as one array, and multiplies by the product of
         thin factors. On GPUs each write and each matmul is a kernel of its own, or several, and
         takes longer to start than to run.
+      summed: whether x is in the stored outputs that it is added to, as where it is projected
+        step by step. In float32 on a TPU that would cost.
     """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
@@ -232,10 +283,11 @@ def _pull(
         """What goes into every linear map of a step and what comes out of it."""
         inputs, outputs = {}, dict(outputs)
 
-        def recall(name, x):
+        def recall(name, x, addend):
             inputs[name] = x.astype(operand)
             if name not in outputs:
-                outputs[name] = made.apply(name, x, made.maps)
+                y = made.apply(name, x, made.maps)
+                outputs[name] = y if addend is None or not summed else y + addend
             return outputs[name]
 
         step(made.replace(recall), carry, x, **extras, **constant)
@@ -257,8 +309,11 @@ def _pull(
             _, outputs = ends_of_maps(carry, x, extras, outputs)
 
         def replay(carry, x, outputs, vectors):
-            def recall(name, x):
-                return _recall(x, outputs[name], in_loop[name])
+            def recall(name, x, addend):
+                y = taps.recall(x, outputs[name], in_loop[name])
+                if addend is None:
+                    return y
+                return taps.recall_sum(y, addend) if summed else y + addend
 
             return step(made.replace(recall, vectors), carry, x, **extras, **constant)
 
@@ -267,16 +322,20 @@ def _pull(
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
         d_outputs = {name: d_output.astype(operand) for name, d_output in d_outputs.items()}
-        written = (d_x, d_outputs)
+        # Where x is added to an output, their gradients are the same, and are written once.
+        same[:] = [name for name, d_output in d_outputs.items() if summed and d_output is d_x]
+        written = (None if same else d_x, d_outputs)
         return (d_carry, d_vectors), _join(written) if joined else written
 
+    same: list[str] = []
     state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
     loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(_scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
-    return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs, None, None
+    d_xs = d_outputs[same[0]] if same else d_xs
+    return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
 
 
 _scan.defvjp(_forward, _backward)
@@ -328,24 +387,3 @@ def _part(joined, like):
     return treedef.unflatten(
         part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
     )
-
-
-@jax.custom_vjp
-def _recall(x, output, transposed):
-    """The output of a linear map that is known already, differentiable in the map's input."""
-    return output
-
-
-def _recall_backward(transposed, d_output):
-    d_x = d_output
-    for matrix in reversed(transposed):
-        d_x = jnp.tensordot(
-            taps.pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
-            matrix,
-            axes=matrix.ndim - 1,
-            preferred_element_type=d_output.dtype,
-        )
-    return d_x, d_output, None
-
-
-_recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)

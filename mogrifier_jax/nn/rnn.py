@@ -161,8 +161,8 @@ class RNN(nn.RNN):
 
     def run_fast(self, carry, xs, scanned, constant):
         """By `recurrence.py`."""
-        weights, xs = cells.hoist(self.cell.weights(xs.shape[-1]), xs)
-        options: Any = dict(remat_window=self.remat_window, unroll=self.unroll)
+        weights, inputs = cells.hoist(self.cell.weights(xs.shape[-1]))
+        options: Any = dict(inputs=inputs, remat_window=self.remat_window, unroll=self.unroll)
         step = functools.partial(_step, self.cell.cell)
         try:
             return recurrence.scan(

@@ -94,12 +94,18 @@ class Taps:
         return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
 
     def replace(self, output_of, vectors=None):
-        """The tree with `output_of(name, x)` in place of each map: see `cells.project`."""
+        """The tree with `output_of(name, x, addend)` in place of each map: see `cells.project`.
+
+        The addend is what the caller adds that is no parameter, if anything.
+        """
 
         def tap(name):
             def use(x, bias):
-                y = output_of(name, x)
-                return y if self._whole else self._add_bias(name, y)
+                addend = None if name in self._bias or bias is None else cells.widen(bias)
+                if self._whole:
+                    return output_of(name, x, addend)
+                y = self._add_bias(name, output_of(name, x, None))
+                return y if addend is None else y + addend
 
             return use
 
@@ -115,16 +121,16 @@ class Taps:
                 grads[self._bias[name]] = cells.sum_leading(d_output, 2)
             if self.is_thin(name):
                 low = jnp.tensordot(x, matrices[0], axes=1)
-                grads[self._second[name]] = _sum_of_products(low, d_output)
+                grads[self._second[name]] = sum_of_products(low, d_output)
                 up = transposed[name][1]
                 d_output = jnp.tensordot(d_output, up, axes=up.ndim - 1)
-            grads[name] = _sum_of_products(x, d_output)
+            grads[name] = sum_of_products(x, d_output)
         return self._treedef.unflatten(
             grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
         )
 
 
-def _sum_of_products(x, d_output):
+def sum_of_products(x, d_output):
     """The gradient of a matrix from the two ends of its matmul, over all of [T, B]."""
     wide = cells.wide(d_output.dtype)
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
@@ -144,3 +150,33 @@ def pad_last(x, size):
 def transpose(matrix):
     """[I, ...] to [..., I]."""
     return jnp.moveaxis(matrix, 0, -1)
+
+
+@jax.custom_vjp
+def recall(x, output, transposed):
+    """The output of a linear map that is known already, differentiable in the map's input."""
+    return output
+
+
+def _recall_backward(transposed, d_output):
+    d_x = d_output
+    for matrix in reversed(transposed):
+        d_x = jnp.tensordot(
+            pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
+            matrix,
+            axes=matrix.ndim - 1,
+            preferred_element_type=d_output.dtype,
+        )
+    return d_x, d_output, None
+
+
+recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
+
+
+@jax.custom_vjp
+def recall_sum(output, addend):
+    """An output that has the addend in it, differentiable in both."""
+    return output
+
+
+recall_sum.defvjp(lambda output, addend: (output, None), lambda _, d_sum: (d_sum, d_sum))

@@ -13,7 +13,7 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, runtime, schedule, steps
+from mogrifier_jax.training import evaluate, schedule, steps
 
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
@@ -79,7 +79,6 @@ class Run(NamedTuple):
             static_argnames="num_steps",
             donate_argnames="state",
             out_shardings=(in_place, partitioning.replicated(self.mesh)),
-            compiler_options=runtime.compiler_options(self.mesh.devices.flat[0].platform),
         )
 
 

@@ -1,7 +1,6 @@
 """What surrounds a run: compiled programs and their cache, a trace of steps, requests to stop."""
 
 import contextlib
-import functools
 import os
 import pathlib
 import signal
@@ -25,23 +24,6 @@ def use_compilation_cache() -> None:
         base = os.environ.get("MOGRIFIER_CACHE_DIR") or "~/.cache/mogrifier_jax"
         folder = pathlib.Path(base).expanduser() / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-@functools.cache
-def compiler_options(platform: str) -> dict[str, str] | None:
-    """How the compiler is to treat train steps on a platform differently than it would.
-
-    On CPUs matmuls are given to Eigen rather than YNNPACK, which keeps the reductions.
-    docs/performance.md has the measurements. A compiler that does not know the option goes without.
-    """
-    if platform != "cpu":
-        return None
-    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-    try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return None
-    return options
 
 
 class Trace:

@@ -125,7 +125,7 @@ def test_every_method_leaves_its_rows_and_tokens(workdir):
 
 @pytest.mark.slow
 def test_divergence_is_reported_with_the_last_finite_score(workdir):
-    grid = dict(window=4, batch_size=16, max_windows=2, learning_rates="1e37", epsilons="1e-12")
+    grid = dict(window=4, batch_size=16, max_windows=2, learning_rates="1e6", epsilons="1e-12")
     evaluation = evaluate(workdir, methods="dyneval", splits="valid", dyneval=grid)
     (row,) = evaluation["results"]
     assert row["nats"] is None and row["diverged_at_window"] >= 1
@@ -305,7 +305,7 @@ def _damage(folder, what):
         ("", {"temperature": "warm"}, "out of range"),
         ("", {"splits": "exam"}, "split 'exam'"),
         ("", {"methods": "guess"}, "method 'guess'"),
-        ("", {"which": "worst"}, "checkpoint 'worst'"),
+        ("", {"which": "worst"}, "eval.which 'worst'"),
         ("", {"multipliers": "0.5;1", "methods": "mc"}, "not a list of numbers"),
         ("", {"methods": ""}, "evaluate that run first"),
     ],

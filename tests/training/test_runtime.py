@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from experiments import pydoc
@@ -34,27 +33,6 @@ def test_compiled_programs_are_kept_unless_told_where(config, tmp_path):
     config.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
     runtime.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == "mine"
-
-
-def compile_matmul(options):
-    a = jnp.ones((64, 64))
-    return jax.jit(jnp.matmul, compiler_options=options).lower(a, a).compile().as_text()
-
-
-def test_matmuls_on_cpus_go_to_eigen():
-    assert "ynn_fusion" in compile_matmul(None)
-    assert "ynn_fusion" not in compile_matmul(runtime.compiler_options("cpu"))
-    assert runtime.compiler_options("tpu") is None and runtime.compiler_options("gpu") is None
-
-
-def test_a_compiler_without_the_option_goes_without(monkeypatch):
-    runtime.compiler_options.cache_clear()
-    real = jax.jit
-    monkeypatch.setattr(
-        jax, "jit", lambda f, compiler_options: real(f, compiler_options={"xla_cpu_none": "1"})
-    )
-    assert runtime.compiler_options("cpu") is None
-    runtime.compiler_options.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["5", "5:", "a:b", "0:3", "7:6", "1:2:3", "-1:4"])
