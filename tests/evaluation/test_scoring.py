@@ -1,6 +1,7 @@
 """`--mode=evaluate` on workdirs that a real training run wrote, and what it says when it cannot."""
 
 import json
+import math
 import shutil
 
 import jax
@@ -129,7 +130,7 @@ def test_divergence_is_reported_with_the_last_finite_score(workdir):
     evaluation = evaluate(workdir, methods="dyneval", splits="valid", dyneval=grid)
     (row,) = evaluation["results"]
     assert row["nats"] is None and row["diverged_at_window"] >= 1
-    assert 0 < row["last_finite_nats"] < 100
+    assert 0 < row["last_finite_nats"] < math.inf
     assert "diverged" in scoring.describe(evaluation)
     assert "diverged" in scoring.to_markdown([evaluation])
 
