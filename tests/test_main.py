@@ -128,7 +128,7 @@ def trained(monkeypatch):
             ["--mode=explore", "--workdir=none", "--text=a", "--prompt=b"],
             "--text and --prompt are both given; give one of them",
         ),
-        (["--mode=explore", "--workdir=none", "--length=0"], "length 0 must be from 1 to 2,000"),
+        (["--mode=explore", "--workdir=none", "--length=0"], "length 0 must be at least 1"),
         (["--mode=tune", "--study=appendix_a"], "--config is missing; give an experiment"),
         (["--mode=tune", TINY, "--workdir=x", "--study=apendix"], "apendix"),
         (["--mode=tune", TINY, "--workdir=x"], "--study"),
