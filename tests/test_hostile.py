@@ -161,6 +161,27 @@ def test_whatever_is_passed_over_is_named(tmp_path, caplog, which, damage):
     assert saved.steps == [1, 2]
 
 
+def test_reads_that_fail_late_print_nothing(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    source = (
+        "async def f(wait):\n  try:\n    await wait\n  except GeneratorExit:\n    raise OSError"
+    )
+    exec(compile(source, "/x/orbax/x.py", "exec"), made := {})
+
+    def free_a_read():
+        made["f"](types.coroutine(lambda: (yield))()).send(None)
+        return len(heard)
+
+    assert free_a_read() == 1  # Control.
+    save_steps(tmp_path, 1, 2)
+    for path in (tmp_path / "checkpoints" / "2" / "state").rglob("d/*"):
+        os.truncate(path, path.stat().st_size // 2)
+    with checkpoints.Checkpoints(tmp_path, read_only=True) as saved:
+        assert saved.restore(ABSTRACT).step == 1
+    assert free_a_read() == 1
+
+
 def test_results_of_another_step_are_noticed(folder, caplog):
     workdirs.write_json(folder, "results.json", {"step": 3})
     pretrained.load_weights(folder)

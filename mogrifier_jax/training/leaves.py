@@ -15,7 +15,6 @@ import glob
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,21 +137,21 @@ def read_arrays(
 
 @contextlib.contextmanager
 def _quiet_failure() -> Iterator[None]:
-    """Keeps a failed read from printing a traceback for every other read that was under way."""
+    """Keeps a failed read from printing a traceback for every other read that was under way.
+
+    They come from other threads, or whenever the reads are freed, so the filter stays.
+    """
     hook = sys.unraisablehook
 
     def filtered(failure) -> None:
-        if "Event loop is closed" not in str(failure.exc_value):
+        code = getattr(failure.object, "cr_code", None)
+        reads = code is not None and "orbax" in code.co_filename
+        if not reads and "Event loop is closed" not in str(failure.exc_value):
             hook(failure)
 
     sys.unraisablehook = filtered
-    try:
-        yield
-    except Exception:
-        time.sleep(0.5)  # They come from other threads, a moment later.
-        raise
-    finally:
-        sys.unraisablehook = hook
+    yield
+    sys.unraisablehook = hook
 
 
 def compute_checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
