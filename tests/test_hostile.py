@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -464,6 +465,14 @@ def test_no_password_is_shown(storage):
     assert "SECRET" not in storages.hide_password(storage)
     assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
     assert storages.hide_password("study.journal") == "study.journal"
+
+
+def test_the_chaos_script_knows_where_work_begins():
+    chaos = pytest.importorskip("benchmarks.chaos")
+    for path in chaos.WORK:
+        assert callable(pkgutil.resolve_name(f"mogrifier_jax.{path}"))
+    with pytest.raises(ImportError):  # Control.
+        pkgutil.resolve_name("mogrifier_jax.moved:gone")
 
 
 @pytest.mark.slow
