@@ -50,9 +50,9 @@ VALUES = (
 WORK = (
     *("training.train:train_turns", "evaluation.sample:Sampler._draw", "tuning.worker:work"),
     *("training.evaluate:Deterministic.__call__", "training.evaluate:Deterministic.sums"),
-    *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.gradstats:cached_statistics"),
+    *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.dyneval:cached_statistics"),
     *("analysis.sweeps:run_here", "analysis.sweeps:run_beside", "analysis.inspection:inspect"),
-    *("analysis.explore:read", "preflight.flops:of_jaxpr"),
+    *("analysis.explore:read", "preflight.costs:count_flops"),
 )
 
 

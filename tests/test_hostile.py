@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mogrifier_jax import errors, main
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import options, pretrained, scoring, trained
 from mogrifier_jax.nn import from_flax, layers, rnn
-from mogrifier_jax.training import checkpoints, metrics, runtime, train, workdirs
+from mogrifier_jax.training import checkpoints, metrics, runs, runtime, train, workdirs
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -229,6 +230,14 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_saved(tmp_path, monkeypa
             with pytest.raises(errors.UsageError, match=r"needs 1 MiB.*goes on from step 1"):
                 saved.save(2, STATE, info={}, best=False)
         assert saved.restore(ABSTRACT).step == 1
+
+
+@pytest.mark.parametrize("features, fits", [(10, True), (10**13, False)])
+def test_a_state_that_no_machine_holds_is_refused(features, fits):
+    state = jax.ShapeDtypeStruct((features,), jnp.float32)
+    run = types.SimpleNamespace(abstract_state=lambda: state)
+    with contextlib.nullcontext() if fits else pytest.raises(errors.UsageError, match="GiB"):
+        runs.check_memory(run)
 
 
 # Small files.
@@ -456,6 +465,14 @@ def test_no_password_is_shown(storage):
     assert "SECRET" not in storages.hide_password(storage)
     assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
     assert storages.hide_password("study.journal") == "study.journal"
+
+
+def test_the_chaos_script_knows_where_work_begins():
+    chaos = pytest.importorskip("benchmarks.chaos")
+    for path in chaos.WORK:
+        assert callable(pkgutil.resolve_name(f"mogrifier_jax.{path}"))
+    with pytest.raises(ImportError):  # Control.
+        pkgutil.resolve_name("mogrifier_jax.moved:gone")
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@
 `train.py` carries a run out.
 """
 
+import os
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, partitioning
+from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, schedule, steps
@@ -164,3 +165,16 @@ def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None)
 def shardings_of(tree: Any) -> Any:
     """The sharding of every leaf."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def check_memory(run: Run) -> None:
+    """Refuses a state that no CPU of this machine can hold; accelerators say so themselves."""
+    if jax.default_backend() != "cpu":
+        return
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(sizes) > memory:
+        raise errors.UsageError(
+            f"the state of this run takes {sum(sizes) / 2**30:,.0f} GiB, and this machine has "
+            f"{memory / 2**30:,.0f}; lower model.hidden_size, model.num_params or model.num_layers"
+        )

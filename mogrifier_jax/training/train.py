@@ -272,6 +272,7 @@ def open_book(
     run: runs.Run, workdir: str, on_turn: Callable[[int, float], None] | None = None
 ) -> Iterator[Book]:
     """The book of a run, with the files that a workdir begins with."""
+    runs.check_memory(run)
     vocabulary = run.task.vocabulary.to_json()
     seal = workdirs.seal(run.config, vocabulary, ignore=runs.FREE_KEYS)
     workdirs.check_place(workdir)
