@@ -6,6 +6,7 @@ when it is used. What people or their disks can cause ends with one sentence and
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import sys
@@ -293,8 +294,11 @@ def default_workdir() -> str:
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses the command line; whatever is wrong with it becomes one sentence."""
-    words = " ".join(argv).replace("-config ", "-config=").split(" ")
-    name = next((w.partition("=")[2] for w in words if w.startswith(("--config=", "-config="))), "")
+    name = ""
+    for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        flag, equals, value = flag.partition("=")
+        if not name and flag in ("--config", "-config"):
+            name = value if equals else following
     if os.path.exists(path := name.partition(":")[0]) and not os.path.isfile(path):
         raise errors.UsageError(f"--config={path} is not a file; give one, as in experiments/")
     try:

@@ -204,10 +204,8 @@ class DynamicEvaluation:
         def score(state, batch, index):
             def one(adapted, carry, setting, key):
                 def loss_fn(adapted):
-                    variables, rngs = (
-                        {"params": adapted},
-                        {"dropout": jax.random.fold_in(key, index)},
-                    )
+                    variables = {"params": adapted}
+                    rngs = {"dropout": jax.random.fold_in(key, index)}
                     nats, end = self.model.apply(
                         variables, batch, carry, rates, logit_scale, rngs=rngs, method="batch_nats"
                     )

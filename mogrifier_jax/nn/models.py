@@ -195,7 +195,7 @@ class EncoderDecoder(Sizes):
     def batch_nats(
         self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
     ) -> tuple[jax.Array, Any]:
-        """`nats` of an `streams.CopyBatch`; there is no carry."""
+        """`nats` of a `streams.CopyBatch`; there is no carry."""
         nats = self.nats(
             batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, temperature
         )

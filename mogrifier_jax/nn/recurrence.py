@@ -216,7 +216,12 @@ def _push(
 
 def _backward(step, dtype, unroll, saved, cotangents):
     inputs, xs, saved = saved
-    d_params, d_carry, d_xs = _choose_pull(step, dtype, unroll, saved, cotangents)
+    pull = functools.partial(_pull, step, dtype, unroll)
+    # As `_forward` has stored it.
+    ways = {} if inputs is None else {"cpu": functools.partial(pull, summed=True)}
+    ways |= _pulls_of_chips(pull, dtype, saved)
+    found = jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
+    d_params, d_carry, d_xs = found
     d_inputs = None
     if inputs is not None:
         matrix = inputs["input"]
@@ -227,9 +232,9 @@ def _backward(step, dtype, unroll, saved, cotangents):
     return (d_params, d_inputs), d_carry, d_xs, None, None
 
 
-def _choose_pull(step, dtype, unroll, saved, cotangents):
-    pull = functools.partial(_pull, step, dtype, unroll)
-    ways = {"cpu": functools.partial(pull, summed=True)}
+def _pulls_of_chips(pull, dtype, saved):
+    """The ways back of accelerators that differ from the usual one."""
+    ways = {}
     # Where `cells.hoist` has left only maps of h in a step, none of these pays.
     if taps.Taps(saved[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
@@ -240,7 +245,7 @@ def _choose_pull(step, dtype, unroll, saved, cotangents):
             chunk = TPU_CHUNK if least < stored <= most else None
             loop = _scan_into_empty if stored <= least else jax.lax.scan
             ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=loop, chunk=chunk)
-    return jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
+    return ways
 
 
 def rounded_on_tpus(dtype):
