@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from mogrifier_jax.nn import cells, recurrence, rnn
 
 Dtype = Any
+# Of a chunk on CPUs, 16 MB: what reads the logits after their matmul finds them in a cache.
+CPU_LOGITS = 1 << 22
 
 
 def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
@@ -49,22 +51,19 @@ class Softmax(nn.Module):
         """-log p(target) [T, B]; at most `max_logits` logits exist at a time."""
         us, log_weights = self.features(hs, rates)
         score = functools.partial(self.score, self.matrix(embedding), temperature)
+        chunks = self._count_chunks(targets, self.max_logits)
+        in_cache = self._count_chunks(targets, min(self.max_logits, CPU_LOGITS))
+        ways = {}
+        if in_cache > 1:
+            ways["cpu"] = functools.partial(_in_chunks, functools.partial(_flat, score), in_cache)
+        default = functools.partial(_in_chunks, score, chunks)
+        return jax.lax.platform_dependent(us, log_weights, targets, **ways, default=default)
+
+    def _count_chunks(self, targets, max_logits) -> int:
         steps, batch = targets.shape
-        components = max(1, self.mixture_components)
-        most = max(1, self.max_logits // (batch * components * self.vocab_size))
-        if most >= steps:
-            return score(us, log_weights, targets)
-        chunks = -(-steps // most)
-        size = -(-steps // chunks)
-        padding = chunks * size - steps
-
-        def cut(a):
-            a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
-            return a.reshape(chunks, size, *a.shape[1:])
-
-        parts = jax.tree.map(cut, (us, log_weights, targets))
-        nats = jax.lax.map(jax.checkpoint(lambda part: score(*part)), parts)
-        return nats.reshape(chunks * size, batch)[:steps]
+        logits_of_step = batch * max(1, self.mixture_components) * self.vocab_size
+        steps_at_once = max(1, max_logits // logits_of_step)
+        return -(-steps // steps_at_once)
 
     def logits(self, hs, embedding, temperature, rates=rnn.NO_DROPOUT) -> jax.Array:
         """Unnormalised log-probabilities [T, B, V]."""
@@ -113,6 +112,36 @@ def component_logits(us, matrix, bias, temperature) -> jax.Array:
     contract = (((us.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
     return (logits + cells.stretch(bias, logits)) * jnp.asarray(temperature, wide)
+
+
+def _in_chunks(score, chunks, us, log_weights, targets) -> jax.Array:
+    """`score` of some steps at a time; the way back computes their logits once more."""
+    if chunks == 1:
+        return score(us, log_weights, targets)
+    steps, batch = targets.shape
+    size = -(-steps // chunks)
+    padding = chunks * size - steps
+
+    def cut(a):
+        a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
+        return a.reshape(chunks, size, *a.shape[1:])
+
+    parts = jax.tree.map(cut, (us, log_weights, targets))
+    nats = jax.lax.map(jax.checkpoint(lambda part: score(*part)), parts)
+    return nats.reshape(chunks * size, batch)[:steps]
+
+
+def _flat(score, us, log_weights, targets) -> jax.Array:
+    """`score` of matrices: XLA:CPU copies fewer logits than with two leading axes.
+
+    The batch comes first, so that its split over devices stays as it is.
+    """
+
+    def flatten(a):
+        return a.swapaxes(0, 1).reshape(-1, *a.shape[2:])
+
+    nats = score(*jax.tree.map(flatten, (us, log_weights, targets)))
+    return nats.reshape(targets.shape[::-1]).T
 
 
 @jax.custom_vjp

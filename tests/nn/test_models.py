@@ -10,7 +10,7 @@ import pytest
 from jax.extend import core
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, models, rnn
+from mogrifier_jax.nn import cells, models, rnn, softmax
 from tests import golden, quick, reference
 
 V, H, E, T, B = 7, 5, 3, 6, 2
@@ -310,6 +310,19 @@ def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
         assert abs(b).max() > 1e-4
     whole, chunked = largest.values()
     assert chunked == 5 * logits_of_a_step < steps * logits_of_a_step == whole
+
+
+def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(monkeypatch):
+    vocab_size, steps = 101, 13
+    monkeypatch.setattr(softmax, "CPU_LOGITS", 5 * B * vocab_size)
+    model = models.LanguageModel(vocab_size, H, H, 1, "lstm")
+    inputs, targets = batch(steps)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
+    traced = jax.jit(lambda params: nats(model, params, inputs, targets)[0]).trace(shapes)
+    text = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")}
+    chunk, whole = f"<{5 * B}x{vocab_size}xf32>", f"<{steps}x{B}x{vocab_size}xf32>"
+    assert chunk in text["cpu"] and whole not in text["cpu"]
+    assert whole in text["tpu"] and chunk not in text["tpu"]
 
 
 # States.
