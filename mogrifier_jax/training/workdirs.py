@@ -315,6 +315,8 @@ def lock(file: IO[str]) -> bool:
 def read_json(path: str | os.PathLike, kind: type = object, remedy: str = "") -> Any:
     """Reads a small file; what is wrong with it becomes a sentence that names it."""
     remedy = remedy or "restore it from a copy or use another workdir"
+    if not pathlib.Path(path).is_file():  # A device has no end, and a pipe does not begin.
+        raise errors.UsageError(f"{path} is not a file; {remedy}")
     try:
         found = json.loads(pathlib.Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
