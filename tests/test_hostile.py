@@ -308,6 +308,15 @@ def test_parallel_evaluations_keep_each_others_results(tmp_path):
     assert len(scoring.read_evaluation(str(tmp_path))["results"]) == 24
 
 
+@pytest.mark.parametrize("rows", [5, [5], [{}], [{"method": "x"}]])
+def test_damaged_evaluations_are_named(tmp_path, rows):
+    workdirs.write_json(tmp_path, "evaluation.json", {"results": []})
+    scoring.read_evaluation(str(tmp_path))  # Control.
+    workdirs.write_json(tmp_path, "evaluation.json", {"results": rows})
+    with pytest.raises(errors.UsageError, match=r"evaluation.json holds no results; delete it"):
+        scoring.read_evaluation(str(tmp_path))
+
+
 GARBAGE = {
     "empty": b"",
     "list": b"[1, 2]",

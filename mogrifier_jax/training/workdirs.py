@@ -67,7 +67,7 @@ def write_run_files(
     """Writes the files above; a resumed run with another vocabulary is refused."""
     workdir = pathlib.Path(workdir)
     path = workdir / "vocabulary.json"
-    if path.exists() and path.read_bytes() != vocabulary_json.encode():
+    if path.exists() and (not path.is_file() or path.read_bytes() != vocabulary_json.encode()):
         raise errors.UsageError(
             f"the vocabulary of the corpus is not the one in {path}; use the corpus that the run "
             "was started with, restore the file if it is damaged, or use another workdir"
