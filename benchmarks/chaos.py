@@ -156,7 +156,7 @@ def kill(count: int, root: pathlib.Path, reference, seconds: float, draw, report
         report.note(name, "finished before it" if code == 0 else f"code {code}")
         report.check(latest(folder) >= newest, f"lost step {newest} by {name} {i}", log)
         if code == 0 or i == count - 1:
-            code = code or complete(folder, log)
+            code = complete(folder, log)  # Also one that has ended: it stays as it is.
             report.check(code == 0 and is_like(folder, reference), f"{folder} differs", log)
             report.note("runs of kills", "ended like the unbroken one")
             number += 1

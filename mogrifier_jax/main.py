@@ -16,7 +16,13 @@ from typing import Any
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback while libraries are imported.
 
-import jax
+try:
+    import jax
+except ValueError as error:  # It reads the environment as it is imported.
+    if __name__ != "__main__":
+        raise
+    print(f"UsageError: JAX cannot start: {error}; correct the variable", file=sys.stderr)
+    sys.exit(2)
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -37,6 +43,13 @@ REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a place that you may use"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP), "give another name"),
     errno.EIO: "the disk may be failing; copy what is there, and go on elsewhere",
+}
+
+# What JAX says of devices, and we.
+DEVICES = {
+    "RESOURCE_EXHAUSTED": "the devices have not enough memory ({}); lower the window, the batch "
+    "size or what runs side by side, or use more devices",
+    "Unable to initialize backend": "the devices cannot be used ({}); see JAX_PLATFORMS",
 }
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
@@ -92,6 +105,7 @@ def main(argv: Sequence[str]) -> None:
     from mogrifier_jax.training import progress, runtime
 
     logging.set_verbosity(logging.WARNING)  # While libraries start.
+    runtime.check_flags()
     runtime.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
@@ -122,6 +136,12 @@ def sentences() -> Iterator[None]:
         # Whoever read the output has gone; what is left of it goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise errors.UsageError("nobody reads the output any more; what was saved stays") from None
+    except RuntimeError as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        for start, what in DEVICES.items():
+            if reason.startswith(start):
+                raise errors.UsageError(what.format(reason)) from None
+        raise
     except OSError as error:
         if error.errno is None:
             raise
@@ -146,8 +166,10 @@ def show_config() -> None:
     config = configs.base(_CONFIG.value)
     configs.check(config)
     if _JSON.value:
-        with open(_JSON.value, "w") as file:
-            file.write(config.to_json_best_effort(indent=2) + "\n")
+        from mogrifier_jax.training import workdirs
+
+        workdirs.check_output(_JSON.value, "--json")
+        workdirs.replace_text(_JSON.value, config.to_json_best_effort(indent=2) + "\n")
         return
     for name, value in sorted(configs.flatten(config).items()):
         print(f"{name} = {value!r}")

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import errno
 import json
-import math
 import os
 import pathlib
 import pkgutil
@@ -17,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, main
-from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import options, pretrained, scoring, trained
-from mogrifier_jax.nn import from_flax, layers, rnn
+from mogrifier_jax import errors
+from mogrifier_jax.data import corpora, streams, tasks
+from mogrifier_jax.evaluation import pretrained, scoring
 from mogrifier_jax.training import checkpoints, metrics, runs, runtime, train, workdirs
 from tests import workdir as written
 
@@ -232,12 +230,38 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_saved(tmp_path, monkeypa
         assert saved.restore(ABSTRACT).step == 1
 
 
-@pytest.mark.parametrize("features, fits", [(10, True), (10**13, False)])
-def test_a_state_that_no_machine_holds_is_refused(features, fits):
-    state = jax.ShapeDtypeStruct((features,), jnp.float32)
-    run = types.SimpleNamespace(abstract_state=lambda: state)
-    with contextlib.nullcontext() if fits else pytest.raises(errors.UsageError, match="GiB"):
+@pytest.mark.parametrize(
+    "features, window, refused",
+    [(10, 10, None), (10**13, 10, "the state .* GiB"), (10, 2**40, "a step over .* GiB.*window")],
+)
+def test_what_no_machine_holds_is_refused(features, window, refused):
+    run = types.SimpleNamespace(
+        abstract_state=lambda: jax.ShapeDtypeStruct((features,), jnp.float32),
+        model=types.SimpleNamespace(num_layers=2, hidden_size=16, dtype=jnp.float32),
+        program=types.SimpleNamespace(accumulate=1, accumulate_at_once=False),
+        task=types.SimpleNamespace(
+            stream=(), batch_at=lambda _, i: streams.Window(i, jnp.broadcast_to(i, (1, window)))
+        ),
+    )
+    with pytest.raises(errors.UsageError, match=refused) if refused else contextlib.nullcontext():
         runs.check_memory(run)
+
+
+@pytest.mark.parametrize("episodic", [False, True])
+def test_a_window_that_no_text_fills_is_refused(tmp_path, episodic):
+    (tmp_path / "text").write_text("some words\n" * 30)
+    place = dict(data_dir=str(tmp_path / "data"), path=str(tmp_path / "text"))
+
+    def make(window):
+        options = dict(name="text", batch_size=2, window=window, episodic=episodic, **place)
+        return tasks.make_task(jax.random.key(0), None, **options)
+
+    task = make(1000)  # Control: a short text is read in the window of training.
+    task.plan("valid", 1, window=1000)
+    with pytest.raises(errors.UsageError, match=r"1,000,000 tokens is longer than .* take at most"):
+        task.plan("valid", 1, window=10**6)
+    with contextlib.nullcontext() if episodic else pytest.raises(errors.UsageError, match="longer"):
+        make(10**6)  # Of lines it is the longest that counts.
 
 
 # Small files.
@@ -284,6 +308,15 @@ def test_parallel_evaluations_keep_each_others_results(tmp_path):
     assert len(scoring.read_evaluation(str(tmp_path))["results"]) == 24
 
 
+@pytest.mark.parametrize("rows", [5, [5], [{}], [{"method": "x"}]])
+def test_damaged_evaluations_are_named(tmp_path, rows):
+    workdirs.write_json(tmp_path, "evaluation.json", {"results": []})
+    scoring.read_evaluation(str(tmp_path))  # Control.
+    workdirs.write_json(tmp_path, "evaluation.json", {"results": rows})
+    with pytest.raises(errors.UsageError, match=r"evaluation.json holds no results; delete it"):
+        scoring.read_evaluation(str(tmp_path))
+
+
 GARBAGE = {
     "empty": b"",
     "list": b"[1, 2]",
@@ -293,6 +326,20 @@ GARBAGE = {
     "cut": b'{"a": ',
     "other": b'{"model": 5, "_types": {"model": "x"}}',
 }
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocabulary.json", "results.json"])
+def test_a_device_in_place_of_a_file_is_named(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/null")
+    with pytest.raises(errors.UsageError, match=f"{name} is not a file"):
+        pretrained.load_weights(folder)
+
+
+def test_a_device_is_no_corpus(tmp_path):
+    place = dict(data_dir=str(tmp_path), path="/dev/null")
+    with pytest.raises(errors.UsageError, match=r"/dev/null cannot be read \(it is not a file"):
+        corpora.load_corpus("text", **place)
 
 
 @pytest.mark.parametrize("name", ["config.json", "vocabulary.json", "results.json"])
@@ -335,93 +382,6 @@ def test_damaged_metrics_are_named_and_kept(tmp_path, caplog, line):
     assert (tmp_path / "metrics.jsonl").read_bytes() == good
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == good + line
     assert "not a record" in caplog.text
-
-
-# Nonsense from Python.
-
-
-@pytest.fixture(scope="module")
-def model(made):
-    return trained.load(made)
-
-
-def score(**changes):
-    asked = options.evaluation()
-    with asked.unlocked():
-        asked.update_from_flattened_dict(changes)
-    return scoring.run(["none"], asked)
-
-
-NONSENSE = {
-    "score(5)": (lambda m: m.score(5), "5 is not a text"),
-    "score(bytes)": (lambda m: m.score(b"\xff"), "not UTF-8"),
-    "gates(list)": (lambda m: m.gates(["a"]), "is not a text"),
-    "score(inf)": (lambda m: m.score("some", logit_scale=math.inf), "logit_scale inf must be"),
-    "score(10**30)": (lambda m: m.score("some", logit_scale=10**30), "must be at most 10"),
-    "predict(nan)": (lambda m: m.predict("some", top=math.nan), "top nan must be a whole number"),
-    "explore(2.5)": (lambda m: m.explore("some", length=2.5), "length 2.5 must be"),
-    "temperature": (lambda m: m.generate(temperature=1e-38), "temperature 1e-38 must be"),
-    "top_p": (lambda m: m.generate(top_p=1e-300), "top_p 1e-300 must be"),
-    "seed": (lambda m: m.generate(seed=2**63), "seed 9223372036854775808 must be at most"),
-    "seed of another type": (lambda m: m.generate(seed="3"), "seed '3' must be a whole number"),
-    "num_samples": (lambda m: m.generate(num_samples=10**12), "num_samples .* must be at most"),
-    "length": (lambda m: m.generate(length=2.5), "length 2.5 must be a whole number"),
-    "save": (lambda m: m.save("/proc/nothing/x"), "cannot be written"),
-    "save a folder": (lambda m: m.save("/"), "cannot be written"),
-    "eval.window": (lambda m: score(window=-1), "eval.window -1 must be at least 1"),
-    "eval.multipliers": (lambda m: score(multipliers="1,nan"), "eval.multipliers nan must be"),
-    "eval.dyneval": (
-        lambda m: score(**{"dyneval.epsilons": "0"}),
-        "eval.dyneval.epsilons 0.0 must be above",
-    ),
-    "hidden_size": (lambda m: layers.LSTMCell(2.5), "hidden_size 2.5 must be a whole number"),
-    "rounds": (lambda m: layers.MogrifierLSTMCell(4, rounds=10**6), "rounds 1000000 must be"),
-    "forget_bias": (lambda m: layers.LSTMCell(4, forget_bias=math.nan), "forget_bias nan must"),
-    "dtype": (lambda m: layers.LSTMCell(4, dtype=jnp.int32), "dtype .* floating point"),
-    "param_dtype": (lambda m: layers.LSTMCell(4, param_dtype="float99"), "'float99' must be"),
-    "RNN(5)": (
-        lambda m: rnn.RNN(5).init(jax.random.key(0), jnp.ones((2, 3, 4))),
-        "RNN of a int .* give a cell",
-    ),
-    "RNN of a list": (
-        lambda m: rnn.RNN(layers.LSTMCell(4)).init(jax.random.key(0), [[[1.0]]]),
-        "over a list .* an array",
-    ),
-    "to_flax": (lambda m: from_flax.to_flax(5), "5 is not a cell"),
-}
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_nonsense_from_python_is_one_sentence(model, name):
-    call, words = NONSENSE[name]
-    with pytest.raises(errors.UsageError, match=words):
-        call(model)
-
-
-EXPERIMENTS = {
-    "raises": ("def get_config():\n    return {}['x']\n", "line 2: KeyError: 'x'"),
-    "none": ("\ndef get_config():\n    return None\n", "line 2: get_config returns None"),
-    "absent": ("x = 1\n", "has no function get_config"),
-    "a number": ("get_config = 5\n", "has no function get_config"),
-    "syntax": ("\ndef get_config(:\n", "line 2: SyntaxError"),
-    "exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
-}
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_broken_experiment_is_named_with_its_line(tmp_path, name):
-    content, words = EXPERIMENTS[name]
-    path = tmp_path / "experiment.py"
-    path.write_text(content)
-    with pytest.raises(errors.UsageError, match=f"experiment.py.*{words}") as refused:
-        main.explain_config(str(path))
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("form", ["--config=/dev/zero", "--config /dev/zero", "--config=/"])
-def test_a_device_is_no_experiment(form):
-    with pytest.raises(errors.UsageError, match="is not a file"):
-        main.parse_flags(["main", *form.split()])
 
 
 # The rest.

@@ -116,6 +116,7 @@ def run(
     numbers = parse_seeds(seeds)
     if parallel < 1:
         raise errors.UsageError(f"--parallel={parallel} must be at least 1 run at a time")
+    workdirs.check_place(workdir)
     variants = dict.fromkeys(row.variant for each in sets.values() for row in each.rows)
     # All variants with the first seed come before the next: there is something to see early.
     jobs = [sweep.make_job(name, seed, workdir) for seed in numbers for name in variants]

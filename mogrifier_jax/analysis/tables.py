@@ -189,7 +189,7 @@ def replace_section(report: pathlib.Path, name: str, content: str) -> None:
     section = f"<!-- {name} -->\n{content}<!-- end -->"
     place = re.compile(rf"<!-- {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
     with workdirs.locked(report.parent):
-        text = report.read_text() if report.exists() else ""
+        text = report.read_text() if report.is_file() else ""  # A device has no end.
         if place.search(text):
             text = place.sub(lambda _: section, text)
         else:

@@ -21,6 +21,7 @@ from mogrifier_jax.data import streams, vocabulary
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
 # Keys of `config.data` that say how a text is read, not which.
 READING = ("name", "batch_size", "window", "drop_state_probability", "episodic")
+LONG_WINDOW = 10_000  # Tokens; up to here a text may be shorter than the window it is read in.
 
 
 class Kind(NamedTuple):
@@ -100,6 +101,7 @@ def plan_text(
     mesh: Mesh | None = None,
 ) -> Plan:
     """Any encoded text as stripes of a stream; over a mesh, empty stripes fill it up."""
+    check_window(window, len(encoded.tokens), "a text")
     stream = streams.make_eval_stream(encoded, num_stripes, eos_id, mesh)
     return Plan(
         stream,
@@ -110,8 +112,18 @@ def plan_text(
     )
 
 
+def check_window(window: int, longest: int, what: str) -> None:
+    """Refuses a window that nothing fills: it would take its time and memory for padding."""
+    if window > max(longest, LONG_WINDOW):
+        raise errors.UsageError(
+            f"a window of {window:,} tokens is longer than {what} of {longest:,}; take at most "
+            "that for data.window, eval.window or eval.dyneval.window"
+        )
+
+
 def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
     eos = corpus.vocabulary.eos_id
+    check_window(window, len(corpus.train.tokens), "a training text")
 
     def plan(split, num_stripes, window=window, mesh=mesh):
         return plan_text(getattr(corpus, split), eos, num_stripes, window, mesh)
@@ -150,6 +162,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
 
     def plan(split, num_stripes, window=longest, mesh=mesh):
         encoded, size = getattr(corpus, split), fill(num_stripes, mesh)
+        check_window(window, streams.limit_window(encoded, window), "the longest line")
         return Plan(
             streams.make_line_stream(encoded, key, eos, mesh),
             spread(functools.partial(streams.eval_lines, batch_size=size, window=window), mesh),

@@ -53,6 +53,10 @@ def load_weights(
     """
     if which not in ("best", "latest"):
         raise errors.UsageError(f"checkpoint {which!r} is unknown; use 'best' or 'latest'")
+    if not isinstance(workdir, str | os.PathLike):
+        raise errors.UsageError(
+            f"workdir {workdir!r} is not a path; give that of a trained run, as 'runs/pydoc'"
+        )
     if pathlib.Path(workdir).is_file():
         return load_file(workdir, mesh)
     if not pathlib.Path(workdir).is_dir():

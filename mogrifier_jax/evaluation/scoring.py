@@ -168,7 +168,10 @@ def read_evaluation(folder: str) -> dict[str, Any]:
             f"{path} does not exist; evaluate that run first, with --eval.methods"
         )
     found = workdirs.read_json(path, dict, "delete it and evaluate again")
-    if not isinstance(found.get("results"), list):
+    rows = found.get("results")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and {"method", "text"} <= row.keys() for row in rows
+    ):
         raise errors.UsageError(f"{path} holds no results; delete it and evaluate again")
     return found
 

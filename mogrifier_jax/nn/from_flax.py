@@ -189,7 +189,12 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
         shape = inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :]
         key = jax.random.key(0) if given["init_key"] is None else given["init_key"]
         carry = module.cell.initialize_carry(key, shape)
-    h = jax.tree.leaves(carry)[-1]
+    leaves = jax.tree.leaves(carry)
+    layers.check(
+        bool(leaves) and all(hasattr(leaf, "dtype") for leaf in leaves),
+        f"initial_carry {carry!r} is not a carry; make one with cell.initialize_carry",
+    )
+    h = leaves[-1]
     # Flax's GRU adds to a state that is wider than its matmuls; ours has it in the compute dtype.
     loses = kind.ours is layers.MogrifierGRUCell and h.dtype != cell.dtype
     if module.is_initializing() or ((loses or not module.fast) and not module.state_dropout):

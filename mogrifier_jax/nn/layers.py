@@ -381,3 +381,19 @@ def check(condition: bool, message: str) -> None:
     """Raises a UsageError unless the condition holds."""
     if not condition:
         raise errors.UsageError(message)
+
+
+def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> None:
+    """Refuses what an RNN, of linen or NNX, cannot run."""
+    check(
+        hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
+        f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
+        "cell, and an array [..., time, features]",
+    )
+    check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
+    try:
+        lengths = jnp.zeros(0, int) if seq_lengths is None else jnp.asarray(seq_lengths)
+    except (TypeError, ValueError):
+        lengths = jnp.zeros(0)
+    message = f"seq_lengths {seq_lengths!r} must be an array of one integer for each sequence"
+    check(jnp.issubdtype(lengths.dtype, jnp.integer), message)

@@ -55,12 +55,7 @@ class RNN(nn.RNN):
         deterministic: bool | None = None,
     ) -> Any:
         """As `nn.RNN`. State dropout draws from the rng "dropout", unless `deterministic`."""
-        check(
-            isinstance(self.cell, nn.Module) and hasattr(inputs, "ndim"),
-            f"RNN of a {type(self.cell).__name__} over a {type(inputs).__name__} cannot be: give a "
-            "cell, and an array [..., time, features]",
-        )
-        check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
+        layers.check_sequences(self.cell, inputs, seq_lengths)
         if not isinstance(self.cell, layers.Cell):
             given = dict(
                 initial_carry=initial_carry,
@@ -204,7 +199,8 @@ class RNN(nn.RNN):
     def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
         """Everything that a window is given fits together."""
         for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
-            check(value is None or value >= 1, f"{name} {value} must be at least 1")
+            whole = value is None or (isinstance(value, int) and value >= 1)
+            check(whole, f"{name} {value!r} must be a whole number, at least 1")
         check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
         self.cell.check_carry(carry, xs.shape[1:])
         check(

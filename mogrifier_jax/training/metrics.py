@@ -29,6 +29,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from mogrifier_jax import errors
 from mogrifier_jax.training import workdirs
 
 
@@ -152,6 +153,8 @@ def read_metrics(workdir: str | os.PathLike, name: str = "metrics.jsonl") -> lis
     path = pathlib.Path(workdir) / name
     if not path.exists():
         return []
+    if not path.is_file():
+        raise errors.UsageError(f"{path} is not a file; restore it from a copy, or delete it")
     records = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:

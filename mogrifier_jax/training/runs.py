@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
@@ -18,6 +19,7 @@ from mogrifier_jax.training import evaluate, schedule, steps
 
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
+_BATCH = "data.window or data.batch_size, or set optimizer.accumulate"
 
 
 class Run(NamedTuple):
@@ -168,13 +170,23 @@ def shardings_of(tree: Any) -> Any:
 
 
 def check_memory(run: Run) -> None:
-    """Refuses a state that no CPU of this machine can hold; accelerators say so themselves."""
+    """Refuses what no CPU of this machine can hold; accelerators say so themselves."""
     if jax.default_backend() != "cpu":
         return
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state())]
+    model = "model.hidden_size, model.num_params or model.num_layers"
+    # What each layer hands on is kept for the backward pass; the rest depends on the cell.
+    outputs = run.model.num_layers * run.model.hidden_size * jnp.dtype(run.model.dtype).itemsize
+    groups = 1 if run.program.accumulate_at_once else run.program.accumulate
+    batch = jax.eval_shape(run.task.batch_at, run.task.stream, jnp.int32(0))
+    tokens = batch.targets.size // groups // jax.process_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if sum(sizes) > memory:
-        raise errors.UsageError(
-            f"the state of this run takes {sum(sizes) / 2**30:,.0f} GiB, and this machine has "
-            f"{memory / 2**30:,.0f}; lower model.hidden_size, model.num_params or model.num_layers"
-        )
+    for what, size, remedy in (
+        ("the state of this run takes", sum(sizes), model),
+        (f"a step over {tokens:,} tokens takes at least", tokens * outputs, _BATCH),
+    ):
+        if size > memory:
+            raise errors.UsageError(
+                f"{what} {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}; "
+                f"lower {remedy}"
+            )

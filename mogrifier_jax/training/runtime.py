@@ -4,6 +4,8 @@ import contextlib
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +26,21 @@ def use_compilation_cache() -> None:
         base = os.environ.get("MOGRIFIER_CACHE_DIR") or "~/.cache/mogrifier_jax"
         folder = pathlib.Path(base).expanduser() / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def check_flags() -> None:
+    """Refuses XLA_FLAGS that the library does not know: reading them, it would end the process."""
+    value = os.environ.get("XLA_FLAGS")
+    if not value:
+        return
+    read = "x.CompileOptions().executable_build_options.debug_options"
+    command = [sys.executable, "-c", f"from jaxlib import xla_client as x; {read}"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        reason = found.stderr.strip().partition("\n")[0].rpartition("] ")[2]
+        raise errors.UsageError(
+            f"XLA_FLAGS={value!r} cannot be read ({reason}); correct or unset the variable"
+        )
 
 
 class Trace:

@@ -67,7 +67,7 @@ def write_run_files(
     """Writes the files above; a resumed run with another vocabulary is refused."""
     workdir = pathlib.Path(workdir)
     path = workdir / "vocabulary.json"
-    if path.exists() and path.read_bytes() != vocabulary_json.encode():
+    if path.exists() and (not path.is_file() or path.read_bytes() != vocabulary_json.encode()):
         raise errors.UsageError(
             f"the vocabulary of the corpus is not the one in {path}; use the corpus that the run "
             "was started with, restore the file if it is damaged, or use another workdir"
@@ -315,6 +315,8 @@ def lock(file: IO[str]) -> bool:
 def read_json(path: str | os.PathLike, kind: type = object, remedy: str = "") -> Any:
     """Reads a small file; what is wrong with it becomes a sentence that names it."""
     remedy = remedy or "restore it from a copy or use another workdir"
+    if not pathlib.Path(path).is_file():  # A device has no end, and a pipe does not begin.
+        raise errors.UsageError(f"{path} is not a file; {remedy}")
     try:
         found = json.loads(pathlib.Path(path).read_bytes())
     except (ValueError, RecursionError) as error:

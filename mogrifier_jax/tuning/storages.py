@@ -2,34 +2,31 @@
 
 A storage of Optuna is an SQLAlchemy URL, such as sqlite:///study.db or that of a PostgreSQL server,
 or the path of a journal file on a disk that all workers see. `trials.py` hands out its trials.
-
-`vizier://host:port` is a running Vizier service, reached through its light client. The service
-keeps the trials and suggests them. A worker that is started again gets the trials back that it
-had. The service has no heartbeat: trials of a worker that never comes back stay with it.
-Suggestions are free, so trials rarely share shapes.
+`vizier.py` has those of a service. A storage that lost trials is refused, not begun anew.
 """
 
 import contextlib
 import fcntl
 import importlib.util
 import json
-import math
 import os
 import pathlib
-import socket
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optuna
 import sqlalchemy.exc
+from absl import logging
 from optuna.storages import journal
 
 from mogrifier_jax import errors
 from mogrifier_jax.training import workdirs
-from mogrifier_jax.tuning import studies, trials
+from mogrifier_jax.tuning import studies, trials, vizier
 
 SAMPLERS = ("gp", "tpe", "random")
+_COPY = "put it back from a copy, or use another --storage and --workdir for a new study"
 
 
 def make_pruner(turns: int) -> optuna.pruners.BasePruner:
@@ -62,39 +59,63 @@ def open_queue(
 ) -> Any:
     """The trials of a study in its storage; `prune` is the number of turns, None is never."""
     about = {"study": study.to_json(), **about}
-    _check_workdir(workdir, name)
+    began = _check_workdir(workdir, name)
+    workdirs.check_place(workdir)
     os.makedirs(workdir, exist_ok=True)
+    storage = storage or default(workdir)
+    # Before the storage is asked: trials that others begin meanwhile are in the storage first.
+    folders = _trial_folders(workdir)
     queue: Any
-    if storage is not None and storage.startswith("vizier://"):
+    if storage.startswith("vizier://"):
         ranges, prunes = study.ranges, prune is not None
-        queue = VizierQueue(
+        queue = vizier.VizierQueue(
             storage, name, ranges, num_trials, workdir=workdir, about=about, prune=prunes
         )
     else:
         check_sampler(sampler)
         opened = open_study(
-            storage or default(workdir),
+            storage,
             name,
             about,
             sampler=sampler,
             seed=seed,
             pruner=None if prune is None else make_pruner(prune),
+            known=f"the study {name!r} of {workdir}" if began else None,
         )
         queue = trials.Queue(opened, study.ranges, num_trials)
+    if lost := sorted(folders - queue.folders()):
+        more = f" and {len(lost) - 3} more" * (len(lost) > 3)
+        raise _forgotten(storage, f"{', '.join(lost[:3])}{more} of {workdir}")
     workdirs.write_json(workdir, "study.json", {"name": name})
     return queue
 
 
-def _check_workdir(workdir: str, name: str) -> None:
-    """Refuses the workdir of another study."""
+def _forgotten(storage: str, what: str) -> errors.UsageError:
+    """What to say when a storage was emptied, deleted or is another one than before."""
+    return errors.UsageError(
+        f"--storage={hide_password(storage)} knows nothing of {what}: put the storage back from a "
+        "copy, or use another --workdir for a new study"
+    )
+
+
+def _trial_folders(workdir: str) -> set[str]:
+    """Of the trials that were run in a workdir, below it."""
+    found = (pathlib.Path(workdir) / "trials").glob("*/config.json")
+    return {f"trials/{path.parent.name}" for path in found if path.parent.name.isdecimal()}
+
+
+def _check_workdir(workdir: str, name: str) -> bool:
+    """Whether the study was begun there; refuses the workdir of another one."""
     path = pathlib.Path(workdir) / "study.json"
-    if path.exists():
+    began = path.exists()
+    if began:
         there = workdirs.read_json(path, dict, "delete it, or use another --workdir").get("name")
         if there != name:
             raise errors.UsageError(
                 f"{workdir} belongs to the study {there!r}, this one is {name!r}; use another "
                 "--workdir"
             )
+    return began
 
 
 def open_study(
@@ -105,12 +126,14 @@ def open_study(
     sampler: str = "gp",
     seed: int = 1,
     pruner: optuna.pruners.BasePruner | None = None,
+    known: str | None = None,
 ) -> optuna.Study:
     """Creates the study in a storage or opens it; that of another config is refused.
 
     Args:
       storage: an SQLAlchemy URL, or the path of a journal file.
       about: plain values that must be the same in all workers.
+      known: what a study that must be there is called; None: it may be new.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = _reach(
@@ -124,6 +147,8 @@ def open_study(
         ),
     )
     saved = study.user_attrs.get("about")
+    if saved is None and known:
+        raise _forgotten(storage, known)
     if saved is None:
         study.set_user_attr("about", dict(about))
     else:
@@ -147,13 +172,68 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
         folder = pathlib.Path(storage).absolute().parent
         if not folder.is_dir():
             raise errors.UsageError(f"--storage={storage}: there is no folder {folder}; create it")
-        backend = journal.JournalFileBackend(storage)
-        return optuna.storages.JournalStorage(backend)
+        return _open_journal(storage)
     if hide_password(storage).startswith("("):
         raise sqlalchemy.exc.ArgumentError("it is not an URL")
     wait = {"timeout": 60} if storage.startswith("sqlite") else {}
     options = {"connect_args": wait, "pool_pre_ping": True}
     return optuna.storages.RDBStorage(storage, engine_kwargs=options)
+
+
+def _open_journal(path: str) -> optuna.storages.JournalStorage:
+    """A journal, mended where nothing is lost by it; one with other damage is refused."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise errors.UsageError(f"--storage={path} is not a file; give a journal, or an URL")
+    backend, lock = journal.JournalFileBackend(path), journal.JournalFileSymlinkLock(path)
+    lock.acquire()  # Nobody is in the middle of a line now.
+    try:
+        _mend_journal(path)
+    finally:
+        lock.release()
+    try:
+        return optuna.storages.JournalStorage(backend)
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise errors.UsageError(f"{path} is no journal of trials ({reason}); {_COPY}") from None
+
+
+def _mend_journal(path: str) -> None:
+    """Ends the last line, or cuts off the half of one that a kill or a full disk left."""
+    *lines, last = pathlib.Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not _is_entry(line):
+            raise errors.UsageError(f"line {number} of {path} is not an entry of trials; {_COPY}")
+    if _is_entry(last):
+        with open(path, "ab") as file:
+            file.write(b"\n")
+    elif last:
+        shutil.copyfile(path, f"{path}.damaged")
+        os.truncate(path, sum(len(line) + 1 for line in lines))
+        logging.warning("%s ended in half a line, which is cut off; %s.damaged has it", path, path)
+
+
+def _is_entry(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """What goes wrong with a storage while trials run becomes one sentence."""
+    try:
+        yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        first = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        reason = str(getattr(first, "orig", None) or first).strip().splitlines()[0]
+    except json.JSONDecodeError as error:
+        reason = f"the journal has a line that is no entry ({error})"
+    else:
+        return
+    raise errors.UsageError(
+        f"the storage of the study failed: {reason}; once it works again, the same command goes on"
+    )
 
 
 def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
@@ -173,14 +253,15 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
         except sqlalchemy.exc.SQLAlchemyError as error:
             problem = str(error).splitlines()[0]
             break
-        except OSError as error:
-            problem = str(error)
+        except (OSError, RuntimeError, optuna.exceptions.OptunaError) as error:
+            problem = str(error).strip().splitlines()[0]
             break
         # Two workers that make the tables of a new storage may be in each other's way.
         time.sleep(patience)
     raise errors.UsageError(
-        f"--storage={hide_password(storage)} cannot be reached: {problem}; give a journal file, or "
-        "an URL such as sqlite:///study.db or postgresql+psycopg://user:password@host/database"
+        f"--storage={hide_password(storage)} cannot be reached: {problem}; put a damaged one back "
+        "from a copy, or give a journal file, or an URL such as sqlite:///study.db or "
+        "postgresql+psycopg://user:password@host/database"
     )
 
 
@@ -211,172 +292,3 @@ def _one_at_a_time(storage: str) -> Iterator[None]:
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-OBJECTIVE = "valid_nats"
-
-
-class VizierTrial:
-    """One suggestion that this worker is to try."""
-
-    def __init__(self, client: Any, ranges: Mapping[str, studies.Range], prune: bool):
-        self._client, self._prune = client, prune
-        self.number = client.id
-        self.folder, self.attempt, self.open = f"trials/{client.id:04d}", 1, True
-        given = client.parameters
-        # Whole numbers come back as floats.
-        self.params = {
-            name: int(given[name]) if limits.scale == "integer" else float(given[name])
-            for name, limits in ranges.items()
-        }
-        self._notes: dict[str, Any] = {"folder": self.folder}
-
-    def report(self, turn: int, value: float) -> None:
-        """Notes the value so far; raises when it is not worth going on."""
-        self._client.add_measurement(_measurement(value, turn))
-        if self._prune and self._client.check_early_stopping():
-            raise trials.Pruned(f"stopped by the service at turn {turn}")
-
-    def note(self, **values: Any) -> None:
-        """Keeps what is worth knowing beside the value."""
-        self._notes |= values
-
-    def finish(self, value: float) -> None:
-        """The trial went to its end."""
-        self._complete(_measurement(value))
-
-    def prune(self, reason: str) -> None:
-        """The trial was stopped early."""
-        self.fail("pruned", reason)
-
-    def fail(self, outcome: str, reason: str) -> None:
-        """There is no value, and why."""
-        self._notes |= {"outcome": outcome, "reason": reason}
-        self._complete(None, reason)
-
-    def put_back(self, *, attempt: int) -> None:
-        """It stays with this worker, which gets it again when it is back."""
-        del attempt
-        self.open = False
-
-    def _complete(self, measurement: Any, reason: str | None = None) -> None:
-        from vizier.service import pyvizier as vz
-
-        self.open = False
-        self._client.update_metadata(vz.Metadata({"notes": json.dumps(self._notes)}))
-        self._client.complete(measurement, infeasible_reason=reason)
-
-
-class VizierQueue:
-    """The trials of one study in a service, as one worker sees them."""
-
-    def __init__(
-        self,
-        storage: str,
-        name: str,
-        ranges: Mapping[str, studies.Range],
-        target: int,
-        *,
-        workdir: str,
-        about: Mapping[str, Any],
-        prune: bool = False,
-    ):
-        if importlib.util.find_spec("vizier") is None:
-            raise errors.UsageError(
-                f"--storage={storage} needs google-vizier, which is not installed; "
-                "pip install google-vizier"
-            )
-        self.name, self.target, self._ranges, self._prune = name, target, ranges, prune
-        self._worker = _claim_name(workdir)
-        try:
-            self._study = _open(storage, name, ranges, about)
-        except errors.UsageError:
-            raise
-        except Exception as error:  # gRPC has many ways to say that nobody answers.
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise errors.UsageError(
-                f"--storage={storage} cannot be reached: {reason}; start a Vizier service there"
-            ) from None
-
-    def ask(self, count: int, shapes: Iterable[str] = ()) -> list[VizierTrial]:
-        """Up to `count` trials to run now; first those that this worker had before."""
-        del shapes
-        known = self.records()
-        mine = sum(r.outcome == "running" and r.notes["worker"] == self._worker[0] for r in known)
-        count = min(count, max(mine, self.target - len(known)))
-        if count < 1:
-            return []
-        given = self._study.suggest(count=count, client_id=self._worker[0])
-        return [VizierTrial(client, self._ranges, self._prune) for client in given]
-
-    @contextlib.contextmanager
-    def hold(self, asked: Sequence[VizierTrial]) -> Iterator[None]:
-        """Does nothing: the service knows which worker has a trial."""
-        del asked
-        yield
-
-    def records(self) -> list[trials.Record]:
-        """All trials, in their order."""
-        return [_record(client.materialize(), self._ranges) for client in self._study.trials()]
-
-
-def _open(storage: str, name: str, ranges: Mapping[str, studies.Range], about: Any) -> Any:
-    from vizier.service import clients
-    from vizier.service import pyvizier as vz
-
-    clients.environment_variables.server_endpoint = storage.removeprefix("vizier://")
-    config = vz.StudyConfig(algorithm="DEFAULT")
-    for key, limits in ranges.items():
-        if limits.scale == "integer":
-            config.search_space.root.add_int_param(key, int(limits.low), int(limits.high))
-        else:
-            scale = vz.ScaleType.LOG if limits.scale == "log" else vz.ScaleType.LINEAR
-            config.search_space.root.add_float_param(key, limits.low, limits.high, scale_type=scale)
-    config.metric_information.append(
-        vz.MetricInformation(OBJECTIVE, goal=vz.ObjectiveMetricGoal.MINIMIZE)
-    )
-    asked = json.dumps(about, sort_keys=True)
-    config.metadata["about"] = asked
-    study = clients.Study.from_study_config(config, owner="mogrifier_jax", study_id=name)
-    saved = json.loads(study.materialize_study_config().metadata.get("about", asked))
-    differences = studies.describe_differences(saved, about)
-    if differences:
-        raise errors.UsageError(
-            f"{storage} holds a study {name!r} of another kind:{differences}\nUse another service, "
-            "or the same settings to go on with it."
-        )
-    return study
-
-
-def _measurement(value: float, step: int = 0) -> Any:
-    from vizier.service import pyvizier as vz
-
-    return vz.Measurement(metrics={OBJECTIVE: value}, steps=step)
-
-
-def _record(trial: Any, ranges: Mapping[str, studies.Range]) -> trials.Record:
-    notes = json.loads(trial.metadata.get("notes", "{}")) | {"worker": trial.assigned_worker}
-    nats, outcome = math.nan, "running"
-    if trial.is_completed:
-        outcome = notes.get("outcome", "complete")
-        if outcome == "complete":
-            nats = trial.final_measurement.metrics[OBJECTIVE].value
-    seconds = trial.duration.total_seconds() if trial.duration else math.nan
-    params = {name: trial.parameters.get_value(name) for name in ranges}
-    return trials.Record(trial.id, outcome, nats, seconds, params, notes)
-
-
-def _claim_name(workdir: str) -> tuple[str, Any]:
-    """A name that no other worker of this workdir has now, and the lock that says so."""
-    folder = pathlib.Path(workdir) / "workers"
-    folder.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        lock = (folder / f"{number}.lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            number += 1
-            continue
-        return f"{socket.gethostname()}-{number}", lock

@@ -54,7 +54,7 @@ class Trial:
     def __init__(self, queue: "Queue", trial: optuna.Trial):
         self._queue, self._trial = queue, trial
         self.number, self.params = trial.number, trial.params
-        self.folder = trial.user_attrs.get("folder", _folder(trial.number))
+        self.folder = trial.user_attrs.get("folder", folder_of(trial.number))
         self.attempt = trial.user_attrs.get("attempt", 1)
         self.open = True
         self.beat()
@@ -182,7 +182,7 @@ class Queue:
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             return
         attributes = {
-            "folder": trial.user_attrs.get("folder", _folder(trial.number)),
+            "folder": trial.user_attrs.get("folder", folder_of(trial.number)),
             "attempt": attempt,
             "continues": trial.number,
         }
@@ -197,6 +197,11 @@ class Queue:
                 user_attrs=attributes,
             )
         )
+
+    def folders(self) -> set[str]:
+        """Of all trials, below the workdir."""
+        known = self.study.get_trials(deepcopy=False)
+        return {trial.user_attrs.get("folder", folder_of(trial.number)) for trial in known}
 
     def waiting(self) -> bool:
         """Whether a trial that was begun waits for a worker."""
@@ -254,7 +259,7 @@ def is_stale(trial: FrozenTrial) -> bool:
     return time.time() - attributes.get("heartbeat", started) > GRACE_SECONDS
 
 
-def _folder(number: int) -> str:
+def folder_of(number: int) -> str:
     """Of a trial, below the workdir of the study."""
     return f"trials/{number:04d}"
 

@@ -124,19 +124,20 @@ def work(
     config: config_dict.ConfigDict | None = None,
 ) -> list[trials.Record]:
     """Runs trials until the study has all it wants, also those that other workers leave behind."""
-    while True:
-        asked = queue.ask(parallel, study.shapes)
-        if asked:
-            logging.info("%s", describe_progress(queue))
-            with queue.hold(asked):
-                executor.run(asked)
-        elif any(trial.outcome == "running" for trial in queue.records()):
-            time.sleep(POLL_SECONDS)
-        else:
-            break
-    logging.info("%s", describe_progress(queue))
-    report.write(queue.name, queue.records(), study, workdir, unit=executor.unit, config=config)
-    return queue.records()
+    with storages.sentences():
+        while True:
+            asked = queue.ask(parallel, study.shapes)
+            if asked:
+                logging.info("%s", describe_progress(queue))
+                with queue.hold(asked):
+                    executor.run(asked)
+            elif any(trial.outcome == "running" for trial in queue.records()):
+                time.sleep(POLL_SECONDS)
+            else:
+                break
+        logging.info("%s", describe_progress(queue))
+        report.write(queue.name, queue.records(), study, workdir, unit=executor.unit, config=config)
+        return queue.records()
 
 
 def describe_progress(queue: Any) -> str:

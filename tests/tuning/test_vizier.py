@@ -1,6 +1,7 @@
 """Trials from a Vizier service, for which objects stand in that take the calls of its client."""
 
 import collections
+import hashlib
 import importlib.util
 import json
 import math
@@ -11,7 +12,7 @@ import types
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, trials, worker
+from mogrifier_jax.tuning import storages, studies, trials, vizier, worker
 
 STORAGE = "vizier://here:1234"
 RANGES = {
@@ -126,9 +127,9 @@ def service(monkeypatch):
     for name, module in {"": package, ".clients": clients, ".pyvizier": vz}.items():
         monkeypatch.setitem(sys.modules, f"vizier.service{name}", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vizier")
-    claim, claimed = storages._claim_name, []
+    claim, claimed = vizier._claim_name, []
     monkeypatch.setattr(
-        storages, "_claim_name", lambda workdir: claimed.append(claim(workdir)) or claimed[-1]
+        vizier, "_claim_name", lambda workdir: claimed.append(claim(workdir)) or claimed[-1]
     )
     yield kept
     for _, lock in claimed:  # Which workers have until they end.
@@ -136,7 +137,7 @@ def service(monkeypatch):
 
 
 def open_queue(workdir, target=3, storage=STORAGE, about=None, **options):
-    return storages.VizierQueue(
+    return vizier.VizierQueue(
         storage, "test", RANGES, target, workdir=str(workdir), about=about or {"a": 1}, **options
     )
 
@@ -198,13 +199,35 @@ def test_a_worker_gets_back_what_it_had_and_another_does_not(service, tmp_path):
     other = open_queue(tmp_path, target=2)  # While the first has its name.
     (new,) = other.ask(2)
     assert new.number == 2
+    place = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]
     assert {r.notes["worker"] for r in first.records()} == {
-        f"{socket.gethostname()}-{number}" for number in (0, 1)
+        f"{socket.gethostname()}-{place}-{number}" for number in (0, 1)
     }
     first._worker[1].close()  # As the end of its process does.
     (again,) = open_queue(tmp_path, target=2).ask(2)
     assert again.number == trial.number and again.params == trial.params
     assert not open_queue(tmp_path, target=2).ask(1)
+
+
+def test_workers_of_one_host_with_workdirs_of_their_own_are_two(service, tmp_path):
+    first, other = (open_queue(tmp_path / name, target=2) for name in "ab")
+    (mine,), (theirs,) = first.ask(1), other.ask(1)
+    assert mine.number != theirs.number
+    (same,) = first.ask(1)  # Control: it keeps what it has.
+    assert same.number == mine.number
+
+
+def test_a_service_that_forgot_the_trials_of_a_workdir_is_refused(service, tmp_path):
+    study = studies.Study("middle", RANGES)
+    given = dict(name="x-middle", num_trials=2, storage=STORAGE, sampler="gp", seed=0)
+    folder = tmp_path / "trials" / "0001"
+    storages.open_queue(study, str(tmp_path), **given).ask(1)
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    storages.open_queue(study, str(tmp_path), **given)  # Control.
+    service.clear()
+    with pytest.raises(errors.UsageError, match=r"here:1234 knows nothing of trials/0001 of"):
+        storages.open_queue(study, str(tmp_path), **given)
 
 
 def test_another_study_and_a_service_that_is_not_there_are_refused(service, tmp_path):

@@ -1,6 +1,7 @@
 """Any text of the user's: three files, or one file cut by fractions at ends of lines."""
 
 import dataclasses
+import errno
 import hashlib
 import pathlib
 
@@ -92,7 +93,9 @@ def _paths(options: Options) -> list[str]:
 
 def _read_bytes(path: str) -> bytes:
     try:
-        content = pathlib.Path(path).expanduser().read_bytes()
+        if (place := pathlib.Path(path).expanduser()).exists() and not place.is_file():
+            raise IsADirectoryError(errno.EISDIR, "it is not a file")  # A device has no end.
+        content = place.read_bytes()
     except OSError as error:
         raise errors.UsageError(
             f"text file {path} cannot be read ({error.strerror}); give the path of a text file"
