@@ -19,7 +19,7 @@ import pytest
 
 from mogrifier_jax import errors, main
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import options, pretrained, scoring, trained
+from mogrifier_jax.evaluation import methods, pretrained, scoring, trained
 from mogrifier_jax.nn import from_flax, layers, rnn
 from mogrifier_jax.training import checkpoints, metrics, runs, runtime, train, workdirs
 from tests import workdir as written
@@ -346,7 +346,7 @@ def model(made):
 
 
 def score(**changes):
-    asked = options.evaluation()
+    asked = methods.default_options()
     with asked.unlocked():
         asked.update_from_flattened_dict(changes)
     return scoring.run(["none"], asked)
