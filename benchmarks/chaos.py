@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from mogrifier_jax import configs, main
-from mogrifier_jax.evaluation import methods, options, sample, trained
+from mogrifier_jax.evaluation import methods, trained
 
 EXPERIMENTS = pathlib.Path("experiments").absolute()
 CONFIG = f"{EXPERIMENTS}/pydoc.py:tiny"
@@ -48,7 +48,7 @@ VALUES = (
 )
 # Where the work of each mode begins: command lines are tried up to here.
 WORK = (
-    *("training.train:train_turns", "evaluation.sample:Sampler._draw", "tuning.worker:work"),
+    *("training.train:train_turns", "evaluation.trained:TrainedModel._draw", "tuning.worker:work"),
     *("training.evaluate:Deterministic.__call__", "training.evaluate:Deterministic.sums"),
     *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.dyneval:cached_statistics"),
     *("analysis.sweeps:run_here", "analysis.sweeps:run_beside", "analysis.inspection:inspect"),
@@ -135,7 +135,7 @@ def complete(folder: pathlib.Path, log: pathlib.Path) -> int:
 
 def without_sample() -> None:
     """The text at the end of a run takes as long as the run."""
-    sample.run = lambda *_, **__: None
+    trained.print_samples = lambda *_, **__: None
 
 
 def kill(count: int, root: pathlib.Path, reference, seconds: float, draw, report: Report) -> None:
@@ -228,7 +228,7 @@ def score(folder: pathlib.Path, log: pathlib.Path, found: pathlib.Path) -> tuple
             nats = trained.load(workdir).score("The lambda form creates a function.").nats_per_token
             found.write_text(repr(nats))
 
-        sample.run = run
+        trained.print_samples = run
 
     code = finish(start(["--mode=sample", f"--workdir={folder}"], log, instead))
     return code, found.read_text() if found.exists() else ""
@@ -318,7 +318,7 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
     for path in WORK:
         pkgutil.resolve_name(f"mogrifier_jax.{path}")  # Imported before the forks.
     keys = Deck([f"config.{name}" for name in configs.keys()], draw)
-    evaluation = Deck([f"eval.{name}" for name in options.KEYS], draw)
+    evaluation = Deck([f"eval.{name}" for name in methods.OPTIONS], draw)
     own = {mode: Deck(flags_of(mode), draw) for mode in main.MODES}
     for i in range(count):
         mode = main.MODES[i % len(main.MODES)]

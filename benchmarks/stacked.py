@@ -16,19 +16,19 @@ from typing import Any
 import jax
 from ml_collections import config_dict
 
-from benchmarks import training
+from mogrifier_jax import configs
 from mogrifier_jax.training import programs, runs, train
 
 
 def make_configs(config: config_dict.ConfigDict, count: int) -> list[config_dict.ConfigDict]:
     """The same but for learning rates and dropout."""
-    configs = []
+    made = []
     for i in range(count):
         tried = config.copy_and_resolve_references()
         tried.optimizer.learning_rate = config.optimizer.learning_rate / (1 + i / count)
         tried.dropout.input = 0.1 + 0.5 * i / count
-        configs.append(tried.lock())
-    return configs
+        made.append(tried.lock())
+    return made
 
 
 def run_sequentially(made: list[runs.Run], compiled: programs.Alone, folder: pathlib.Path):
@@ -52,15 +52,15 @@ def main() -> None:
     parser.add_argument("--steps_per_turn", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3, help="how often each way is timed")
     args = parser.parse_args()
-    base = training.load_config(args.config)
+    base = configs.load_config(args.config)
     with base.unlocked():
         base.schedule.turns, base.schedule.steps_per_turn = args.turns, args.steps_per_turn
-    configs = make_configs(base, args.trials)
+    tried = make_configs(base, args.trials)
     mesh = programs.make_mesh(args.trials)
     alone = programs.home(mesh)
     here, there = runs.make_task(base, alone), runs.make_task(base, mesh)
-    single = [runs.make_run(config, alone, here) for config in configs]
-    made = [runs.make_run(config, alone, there) for config in configs]
+    single = [runs.make_run(config, alone, here) for config in tried]
+    made = [runs.make_run(config, alone, there) for config in tried]
     ways = {
         "sequential": (run_sequentially, single, programs.Alone(single[0])),
         "stacked": (run_together, made, programs.Together(made[0], args.trials, mesh)),

@@ -11,24 +11,15 @@ machine use `--clock=cpu`.
 
 import argparse
 import functools
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from mogrifier_jax.configs import load_config
 from mogrifier_jax.data import streams
 from mogrifier_jax.training import runs, schedule, steps
-
-
-def load_config(name: str):
-    path, _, variant = name.partition(":")
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(variant)
 
 
 def make_contenders(run: runs.Run, num_steps: int) -> dict:

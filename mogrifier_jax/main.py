@@ -27,7 +27,6 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.evaluation import options as evaluation_options
 
 FLAGS = flags.FLAGS
 MODES = "train evaluate sample export preflight sweep inspect explore tune config".split()
@@ -197,12 +196,12 @@ def evaluate() -> None:
 
 def sample() -> None:
     """Draws text from the run in --workdir."""
-    from mogrifier_jax.evaluation import sample as sampling
+    from mogrifier_jax.evaluation import trained
 
-    options: dict[str, Any] = {name: FLAGS[name].value for name in sampling.Sampling._fields}
+    options: dict[str, Any] = {name: FLAGS[name].value for name in trained.Sampling._fields}
     first = jax.process_index() == 0  # All processes draw the same, and one prints it.
     with contextlib.nullcontext() if first else contextlib.redirect_stdout(None):
-        sampling.run(_WORKDIR.value or "", sampling.Sampling(**options), _PROMPT.value)
+        trained.print_samples(_WORKDIR.value or "", trained.Sampling(**options), _PROMPT.value)
 
 
 def export() -> None:
@@ -266,10 +265,10 @@ def train() -> None:
     from mogrifier_jax.data import tasks
 
     if jax.process_count() == 1 and not tasks.kind_of(_CONFIG.value.data).encoder_decoder:
-        from mogrifier_jax.evaluation import sample as sampling
+        from mogrifier_jax.evaluation import trained
 
         print("A sample of what it has learnt:\n")
-        sampling.run(workdir, sampling.Sampling(length=400, temperature=0.7))
+        trained.print_samples(workdir, trained.Sampling(length=400, temperature=0.7))
 
 
 def tune() -> None:
@@ -344,9 +343,9 @@ def define_options() -> None:
     """Flags with options of their own: a misspelt one is an error as they are defined."""
     if "eval" in FLAGS:  # Of an earlier command line in this process.
         delattr(FLAGS, "eval")
-    config_flags.DEFINE_config_dict(
-        "eval", evaluation_options.evaluation(), "For evaluate: options."
-    )
+    from mogrifier_jax.evaluation import methods
+
+    config_flags.DEFINE_config_dict("eval", methods.default_options(), "For evaluate: options.")
 
 
 def explain(error: BaseException) -> str:

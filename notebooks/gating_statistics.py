@@ -41,10 +41,8 @@ for name, file in FILES.items():
         train.train_and_evaluate(config, str(workdirs[name]))
 
 runs = {name: mogrifier_jax.load(workdir) for name, workdir in workdirs.items()}
-reports = {
-    name: inspection.read_gates(workdir, SPLIT, max_windows=WINDOWS)
-    for name, workdir in workdirs.items()
-}
+opened = {name: inspection.open_run(workdir) for name, workdir in workdirs.items()}
+reports = {name: run.gates(SPLIT, WINDOWS) for name, run in opened.items()}
 
 # %% [markdown]
 # ## Gates of the LSTM
@@ -128,11 +126,8 @@ for moment in reports["Mogrifier"].strongest()[:10]:
 # %%
 config = runs["Mogrifier"].config
 corpus = corpora.load_corpus(config.data.name)
-scores = {
-    name: inspection.read_scores(workdir, SPLIT, max_windows=WINDOWS)
-    for name, workdir in workdirs.items()
-}
-counts = gating.count_tokens(corpus.train.tokens, len(vocab))
+scores = {name: run.scores(SPLIT, WINDOWS) for name, run in opened.items()}
+counts = np.bincount(corpus.train.tokens, minlength=len(vocab))
 edges = (0, 100, 1_000, 3_000, 10_000, 30_000)
 by_frequency = {name: gating.by_frequency(given, counts, edges) for name, given in scores.items()}
 inspection.draw_losses(by_frequency, "times that the token is in the training text")

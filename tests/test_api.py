@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mogrifier_jax
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.evaluation import options, sample, scoring, trained
+from mogrifier_jax.evaluation import methods, scoring, trained
 from mogrifier_jax.nn import models
 from tests import quick
 from tests import workdir as workdirs
@@ -156,7 +156,7 @@ def model(workdir):
 @pytest.mark.slow
 def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     (tmp_path / "some.txt").write_text(SOME)
-    chosen = options.evaluation()
+    chosen = methods.default_options()
     with chosen.unlocked():
         chosen.update(text=str(tmp_path / "some.txt"), temperature="saved")
     row = scoring.run([str(workdir)], chosen)[0]["results"][0]
@@ -191,7 +191,7 @@ def test_scores_of_all_texts_share_a_program(model):
     model.score(SOME, logit_scale=0.5)
     model.score("a")
     assert model._nats._cache_size() == size == 1
-    model.generate("a", length=2 * sample.CHUNK)
+    model.generate("a", length=2 * trained.CHUNK)
     with quick.count_compilations() as count:
         model.generate("ab x", length=50, temperature=0.7, seed=3)
     assert count == [0]
@@ -204,8 +204,8 @@ def test_generated_texts_begin_with_the_prompt(model, capsys, workdir):
     for text in texts:
         assert text.startswith("ab x\n") and len(text) == 35
     assert texts == model.generate("ab x\n", length=30, temperature=0.5, num_samples=2, seed=3)
-    options = sample.Sampling(length=30, temperature=0.5, num_samples=2, seed=3)
-    sample.run(str(workdir), options, "ab x\n")
+    options = trained.Sampling(length=30, temperature=0.5, num_samples=2, seed=3)
+    trained.print_samples(str(workdir), options, "ab x\n")
     printed = capsys.readouterr().out
     assert printed == f"--- sample 1\n{texts[0]}\n--- sample 2\n{texts[1]}\n"
     assert len(model.generate(length=7)[0]) == 7

@@ -1,4 +1,4 @@
-"""`--mode=explore` and `model.explore(text)`: one HTML file to read a text with a model's eyes.
+"""`--mode=explore` and `model.explore(text)`: one HTML file that shows how a model reads a text.
 
 Axes: N tokens of the text, U units of a map, K likeliest tokens. A map is what one gate of one
 layer does, units by tokens; its names are those of `gating.name_gates`. The page is
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from absl import logging
 from mogrifier_jax import configs, errors
 from mogrifier_jax.analysis import gating, inspection
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.evaluation import pretrained, scoring, trained
+from mogrifier_jax.evaluation import pretrained, trained
 from mogrifier_jax.nn import layers, models
 from mogrifier_jax.training import metrics, workdirs
 
@@ -208,8 +209,7 @@ def limit_units(found: Sequence[Mapping[str, np.ndarray]], most: int) -> int:
 
 def name_runs(runs: Sequence[trained.TrainedModel]) -> list[str]:
     """LSTM, Mogrifier and so on; runs of one model by their folders too."""
-    kinds = [scoring.describe_run(run.config, 1)["model"] for run in runs]
-    names = [inspection.NAMES.get(kind, kind) for kind in kinds]
+    names = [inspection.name_model(run.config) for run in runs]
     folders = [os.path.basename(os.path.normpath(run.info["workdir"])) for run in runs]
     full = [f"{name} {folder}" for name, folder in zip(names, folders, strict=True)]
     if len(set(names)) == len(names):
@@ -266,7 +266,9 @@ def make_map(
     """What a map [N, U] is, and its arrays; of too many units those that vary most are kept."""
     low, high = gating.limits(name, rounds)
     factor = name.startswith("round") or name.endswith("_scale")
-    kind = "factor" if factor else "gate" if low == 0 else "signed"
+    kind = "gate" if low == 0 else "signed"
+    if factor:
+        kind = "factor"
     kept = np.arange(values.shape[1])
     if len(kept) > widest:
         moving = np.log2(np.maximum(values, 2.0**-20)) if factor else values
@@ -319,9 +321,4 @@ def fill(data: Mapping[str, Any], title: str) -> str:
         "script": "".join(scripts),
         "data": content,
     }
-    pieces = document.split("{{")
-    filled = [pieces[0]]
-    for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        filled += [parts[name], rest]
-    return "".join(filled)
+    return re.sub("{{(.*?)}}", lambda found: parts[found[1]], document)

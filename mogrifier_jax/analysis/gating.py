@@ -3,9 +3,11 @@
 Axes: T time, B stripes, U units of a gate, N bins, L layers, V vocabulary. Every window is
 summed up on the device, in two passes, and merged on the host in float64. Gates are named as in
 `cells.py`; `round1`, `round2`, ... are the Mogrifier's gates 2σ(.), and `x_scale` and `h_scale`
-their products: by how much all rounds together scale x and h. Where a model errs is told by the
-losses of tokens by frequency, by place in the line and after a surprise; they take the score of
-every token in the order of the text. `inspection.py` opens workdirs and draws.
+their products: by how much all rounds together scale x and h.
+
+The losses of tokens by frequency, by place in the line and after a large loss show where a model
+errs. They need the score of every token in the order of the text. `inspection.py` opens workdirs
+and draws.
 """
 
 import functools
@@ -151,7 +153,7 @@ class GateReport:
         # Of the tokens that were read: how often, and their sums of |log2 scale| of x and h.
         self.counts = np.zeros(vocab_size, np.int64)
         self.strengths = np.zeros((num_layers, 2, vocab_size))
-        self._top, self._heap = top, list[Moment]()
+        self._top, self._moments = top, list[Moment]()
 
     def add(self, found: Any, strengths: np.ndarray, inputs: np.ndarray, valid: np.ndarray) -> None:
         """Takes in a window: summaries by layer and gate, strengths [L, 2, T, B], ids [B, T]."""
@@ -170,12 +172,10 @@ class GateReport:
         total = np.where(valid, strengths.mean((0, 1)), -np.inf)
         for place in np.argsort(total, axis=None)[::-1][: self._top]:
             row, step = np.unravel_index(place, total.shape)
-            if not valid[row, step]:
-                break
-            context = tuple(inputs[row, max(0, step - CONTEXT) : step + 1].tolist())
-            heapq.heappush(self._heap, Moment(float(total[row, step]), context))
-            if len(self._heap) > self._top:
-                heapq.heappop(self._heap)
+            if valid[row, step]:
+                context = tuple(inputs[row, max(0, step - CONTEXT) : step + 1].tolist())
+                self._moments.append(Moment(float(total[row, step]), context))
+        self._moments = heapq.nlargest(self._top, self._moments)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer (from 1) and gate, with the numbers of `describe`."""
@@ -208,21 +208,20 @@ class GateReport:
 
     def strongest(self) -> list[Moment]:
         """The moments of strongest gating, in order."""
-        return sorted(self._heap, reverse=True)
+        return self._moments
 
 
 class GateAnalysis:
     """Reads the windows of a plan; compiles once, for any weights."""
 
-    def __init__(self, model: models.LanguageModel, plan: tasks.Plan, *, bins: int = BINS):
+    def __init__(self, model: models.LanguageModel, plan: tasks.Plan):
         if not isinstance(model, models.LanguageModel):
             raise errors.UsageError(
                 f"gates of a {type(model).__name__} cannot be read; give a language model"
             )
         self.model, self.plan = model, plan
-        self._step = jax.jit(
-            functools.partial(read_window, model=model, batch_at=plan.batch_at, bins=bins)
-        )
+        step = functools.partial(read_window, model=model, batch_at=plan.batch_at)
+        self._step = jax.jit(step)
 
     def __call__(
         self, params: Any, *, max_windows: int | None = None, top: int = 20, title: str = ""
@@ -242,7 +241,7 @@ class GateAnalysis:
         return report
 
 
-def read_window(params, stream, carry, index, *, model, batch_at, bins):
+def read_window(params, stream, carry, index, *, model, batch_at):
     """Summaries of every gate, strengths [L, 2, T, B], ids and valid [B, T]; and the carry."""
     batch = batch_at(stream, index)
     gates, carry = model.apply({"params": params}, batch.inputs, carry, method="gates")
@@ -252,7 +251,7 @@ def read_window(params, stream, carry, index, *, model, batch_at, bins):
     valid = steps < lengths[:, None]
     layers, rounds = [name_gates(layer) for layer in gates], len(gates[0]["rounds"])
     found = [
-        {name: summarise(g, valid.T, *limits(name, rounds), bins) for name, g in layer.items()}
+        {name: summarise(g, valid.T, *limits(name, rounds)) for name, g in layer.items()}
         for layer in layers
     ]
     none = jnp.zeros(valid.T.shape)
@@ -272,12 +271,7 @@ def strength(scale: jax.Array) -> jax.Array:
 
 FREQUENCIES = (0, 1, 10, 100, 1_000, 10_000)
 POSITIONS = (0, 1, 2, 5, 10, 20, 40)
-SURPRISES = (0, 1, 2, 4, 6, 8, 10)
-
-
-def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How often each id occurs in a text, [V]."""
-    return np.bincount(tokens, minlength=vocab_size)
+SURPRISES = (1, 2, 4, 6, 8, 10)
 
 
 def by_frequency(
@@ -302,7 +296,7 @@ def positions(tokens: np.ndarray, eos_id: int) -> np.ndarray:
     return places - starts[np.searchsorted(starts, places, side="right") - 1]
 
 
-def recovery(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES[1:]) -> list[dict[str, Any]]:
+def recovery(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES) -> list[dict[str, Any]]:
     """Mean loss at t + 1 given a loss above x at t (the test of arXiv:1609.07959)."""
     before, after = np.asarray(nats[:-1], np.float64), np.asarray(nats[1:], np.float64)
     rows = []

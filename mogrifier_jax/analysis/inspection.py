@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
+from ml_collections import config_dict
 
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gating, tables
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import pretrained, scoring
-from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate
-from mogrifier_jax.training import workdirs as files
+from mogrifier_jax.training import evaluate, workdirs
 
 NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}
 GATES = ("f", "i", "o")
@@ -35,47 +34,31 @@ class Opened(NamedTuple):
 
     def plan(self, split: str) -> tasks.Plan:
         """A split in stripes, as training evaluates it."""
-        if split not in self.texts.names:
-            known = ", ".join(self.texts.names)
-            raise errors.UsageError(f"split {split!r} is unknown; use {known}")
+        self.texts.check(split)
         config = self.loaded.config
         lines = config.evaluation.lines_per_stripe
         stripes = evaluate.num_stripes(self.texts, split, config.data.batch_size, lines)
         return self.texts.plan(split, stripes, window=config.data.window)
 
-    def gates(self, split: str, max_windows: int | None = None) -> gating.GateReport:
+    def gates(self, split: str = "valid", max_windows: int | None = None) -> gating.GateReport:
         """Gate statistics of the weights on a split."""
         read = gating.GateAnalysis(self.loaded.model, self.plan(split))
         return read(self.loaded.params, max_windows=max_windows, title=split)
 
-    def scores(self, split: str, max_windows: int | None = None) -> evaluate.TokenScores:
+    def scores(self, split: str = "valid", max_windows: int | None = None) -> evaluate.TokenScores:
         """The nats of every token of a split."""
         run = evaluate.Deterministic(self.loaded.model, self.plan(split))
         return run(self.loaded.params, self.loaded.temperature or 1.0, max_windows, split)
 
 
-def open_run(workdir: str | os.PathLike, source_dir: str | None = None) -> Opened:
+def open_run(workdir: str | os.PathLike) -> Opened:
     """Loads the weights and reads the corpus."""
     loaded = pretrained.load_weights(workdir)
-    return Opened(loaded, pretrained.read_splits(loaded, source_dir))
-
-
-def read_gates(
-    workdir: str | os.PathLike, split: str = "valid", *, max_windows: int | None = None
-) -> gating.GateReport:
-    """Gate statistics of the best weights of a run on a split of its corpus."""
-    return open_run(workdir).gates(split, max_windows)
-
-
-def read_scores(
-    workdir: str | os.PathLike, split: str = "valid", *, max_windows: int | None = None
-) -> evaluate.TokenScores:
-    """The nats of every token of a split under the best weights of a run."""
-    return open_run(workdir).scores(split, max_windows)
+    return Opened(loaded, pretrained.read_splits(loaded))
 
 
 def run(
-    workdirs: Sequence[str],
+    folders: Sequence[str],
     *,
     document: str | None = None,
     json_path: str | None = None,
@@ -88,9 +71,9 @@ def run(
       json_path: a file for all numbers.
     """
     found: dict[str, dict[str, list]] = {}
-    for workdir in workdirs:
-        name, measured = inspect(workdir, max_windows)
-        logging.info("%s: %s is inspected", name, workdir)
+    for folder in folders:
+        name, measured = inspect(folder, max_windows)
+        logging.info("%s: %s is inspected", name, folder)
         for kind, rows in measured.items():
             found.setdefault(kind, {}).setdefault(name, []).append(rows)
     merged = {
@@ -103,7 +86,7 @@ def run(
         if document:
             tables.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
     if json_path:
-        files.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
+        workdirs.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
     return merged
 
 
@@ -113,13 +96,11 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
     config, vocab = opened.loaded.config, opened.loaded.vocabulary
     if config.data.get("episodic"):
         raise errors.UsageError(f"{workdir} models lines that stand alone; inspect one of a stream")
-    num_params = sum(models.count_parameters(opened.loaded.model).values())
-    model = scoring.describe_run(config, num_params)["model"]
     gates = opened.gates("valid", max_windows).rows()
     scores = opened.scores("valid", max_windows)
     train = np.asarray(opened.plan("train").stream.tokens)
-    counts = gating.count_tokens(train, len(vocab))
-    return NAMES.get(model, model), {
+    counts = np.bincount(train, minlength=len(vocab))
+    return name_model(config), {
         "gates": [row for row in gates if row["gate"] in GATES],
         "rounds": [row for row in gates if row["gate"] not in (*GATES, "j", "c")],
         "frequency": gating.by_frequency(scores, counts),
@@ -128,7 +109,13 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
     }
 
 
-def average(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def name_model(config: config_dict.ConfigDict) -> str:
+    """The kind of a run's model, as people read it."""
+    name = scoring.name_model(config)
+    return NAMES.get(name, name)
+
+
+def average(runs: Sequence[tables.Rows]) -> list[dict[str, Any]]:
     """Row by row, the mean of all numbers; what is no number is the same in all."""
     rows = []
     for same in zip(*runs, strict=True):
@@ -140,9 +127,9 @@ def average(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]
     return rows
 
 
-def to_markdown(kind: str, by_model: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def to_markdown(kind: str, by_model: Mapping[str, tables.Rows]) -> str:
     """One table of a kind, all models in it."""
-    runs = ", ".join(f"{len_runs(rows)} of {name}" for name, rows in by_model.items() if rows)
+    runs = ", ".join(f"{rows[0]['runs']} of {name}" for name, rows in by_model.items() if rows)
     if kind in ("gates", "rounds"):
         columns = ["mean", "variance", "variance_over_tokens", "saturated_low", "saturated_high"]
         columns += ["q05", "q95"]
@@ -165,18 +152,14 @@ def to_markdown(kind: str, by_model: Mapping[str, Sequence[Mapping[str, Any]]]) 
     return f"{tables.markdown(head, lines)}\n\nRuns: {runs}."
 
 
-def len_runs(rows: Sequence[Mapping[str, Any]]) -> int:
-    """How many runs an average is made of."""
-    return rows[0]["runs"]
-
-
-def _bucket(row: Mapping[str, Any]) -> str:
+def _bucket(row: Mapping[str, Any], above: str = "above ", to: str = " to ") -> str:
+    """Which losses or numbers of tokens a row is about; figures have shorter words for it."""
     if "above" in row:
-        return f"above {row['above']:g}"
+        return f"{above}{row['above']:g}"
     if row["below"] == math.inf:
         return f"{row['from']:,}+"
-    last = row["below"] - 1  # Of numbers of tokens.
-    return f"{last:,}" if last == row["from"] else f"{row['from']:,} to {last:,}"
+    last = row["below"] - 1
+    return f"{last:,}" if last == row["from"] else f"{row['from']:,}{to}{last:,}"
 
 
 def _finite(value: Any) -> Any:
@@ -195,15 +178,10 @@ _TITLES = {
 }
 
 
-Rows = Sequence[Mapping[str, Any]]
-
-
-def draw_histograms(
-    reports: Mapping[str, gating.GateReport], gates: Sequence[str] = ("f", "i", "o")
-) -> Any:
+def draw_histograms(reports: Mapping[str, gating.GateReport], gates: Sequence[str] = GATES) -> Any:
     """The distribution of each gate's values, layers from top to bottom."""
     layers = sorted({layer + 1 for report in reports.values() for layer, _ in report.summaries})
-    fig, panels = _panels(len(layers), len(gates), width=3.0, height=2.2)
+    fig, panels = tables.panels(len(layers), len(gates), width=3.0, height=2.2)
     for row, layer in enumerate(layers):
         for column, gate in enumerate(gates):
             axes = panels[row][column]
@@ -221,12 +199,10 @@ def draw_histograms(
     return fig
 
 
-def draw_saturation(
-    reports: Mapping[str, gating.GateReport], gates: Sequence[str] = ("f", "i", "o"), layer: int = 1
-) -> Any:
+def draw_saturation(reports: Mapping[str, gating.GateReport], layer: int = 1) -> Any:
     """How much of the time each unit is saturated: closed to the right, open upwards."""
-    fig, panels = _panels(1, len(gates), width=3.0, height=3.0)
-    for axes, gate in zip(panels[0], gates, strict=True):
+    fig, panels = tables.panels(1, len(GATES), width=3.0, height=3.0)
+    for axes, gate in zip(panels[0], GATES, strict=True):
         for name, report in reports.items():
             found = report.summaries[layer - 1, gate]
             shares = found.low / found.count, found.high / found.count
@@ -247,7 +223,7 @@ def draw_ranges(report: gating.GateReport) -> Any:
     rows = [row for row in report.rows() if row["gate"] in names]
     rows.sort(key=lambda row: names.index(row["gate"]))
     layers = sorted({row["layer"] for row in rows})
-    fig, panels = _panels(1, len(layers), width=4.0, height=2.8)
+    fig, panels = tables.panels(1, len(layers), width=4.0, height=2.8)
     for axes, layer in zip(panels[0], layers, strict=True):
         chosen = [row for row in rows if row["layer"] == layer]
         for place, row in enumerate(chosen):
@@ -271,12 +247,13 @@ def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) 
     chosen = np.argsort(logs.var(0))[::-1][:units]
     shown = logs[:, chosen[np.argsort(logs[:, chosen].mean(0))]].T
     reach = min(4.0, float(np.abs(shown).max())) or 1.0  # Beyond 16 times, more is the same.
-    fig, panels = _panels(1, 1, width=min(12.0, 2.5 + 0.16 * len(tokens)), height=3.6)
+    fig, panels = tables.panels(1, 1, width=min(12.0, 2.5 + 0.16 * len(tokens)), height=3.6)
     axes = panels[0][0]
     norm = colors.TwoSlopeNorm(0.0, -reach, reach)
     image = axes.imshow(shown, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
     axes.set_xticks(range(len(tokens)), [token.replace(" ", "␣") for token in tokens])
-    axes.tick_params(axis="x", length=0, labelsize=8, rotation=90 if _long(tokens) else 0)
+    long = max(map(len, tokens)) > 2
+    axes.tick_params(axis="x", length=0, labelsize=8, rotation=90 if long else 0)
     axes.set_yticks([])
     axes.set_ylabel(f"{shown.shape[0]} units, sorted")
     bar = fig.colorbar(image, ax=axes, pad=0.01, extend="both")
@@ -284,10 +261,10 @@ def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) 
     return fig
 
 
-def draw_strengths(rows: Rows, top: int = 15) -> Any:
+def draw_strengths(rows: tables.Rows, top: int = 15) -> Any:
     """The tokens with the strongest and the weakest gating, of `Report.token_rows`."""
     chosen = [*rows[:top], *rows[-top:]] if len(rows) > 2 * top else list(rows)
-    fig, panels = _panels(1, 1, width=6.0, height=0.9 + 0.2 * len(chosen))
+    fig, panels = tables.panels(1, 1, width=6.0, height=0.9 + 0.2 * len(chosen))
     axes = panels[0][0]
     places = np.arange(len(chosen))
     for key, colour, label in (("x_strength", "tab:blue", "x"), ("h_strength", "tab:green", "h")):
@@ -301,15 +278,15 @@ def draw_strengths(rows: Rows, top: int = 15) -> Any:
     return fig
 
 
-def draw_losses(losses: Mapping[str, Rows], x_label: str) -> Any:
+def draw_losses(losses: Mapping[str, tables.Rows], x_label: str) -> Any:
     """Mean loss by bucket on the left; what the others lose to the last model on the right.
 
     Bars are standard errors as of independent means: the models err together, so they are wide.
     """
-    fig, panels = _panels(1, 2, width=4.2, height=3.0)
+    fig, panels = tables.panels(1, 2, width=4.2, height=3.0)
     left, right = panels[0]
     *others, last = losses
-    labels = [_tick(row) for row in losses[last]]
+    labels = [_bucket(row, "> ", "–") for row in losses[last]]
     places = np.arange(len(labels))
     for name, rows in losses.items():
         left.plot(places, [row["nats"] for row in rows], "o-", color=_colour(name), label=name)
@@ -330,16 +307,6 @@ def draw_losses(losses: Mapping[str, Rows], x_label: str) -> Any:
     return fig
 
 
-def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib import figure
-
-    fig = figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
-    panels = fig.subplots(rows, columns, squeeze=False)
-    for axes in panels.flat:
-        axes.spines[["top", "right"]].set_visible(False)
-    return fig, panels
-
-
 def _legend(axes) -> None:
     axes.legend(framealpha=0.9, edgecolor="none", fontsize=9)
 
@@ -348,24 +315,11 @@ def _colour(name: str) -> str:
     return tables.COLOURS.get(name, "0.4")
 
 
-def _tick(row: Mapping[str, Any]) -> str:
-    if "above" in row:
-        return f"> {row['above']:g}"
-    low, high = row["from"], row["below"]
-    if high == np.inf:
-        return f"{low:,}+"
-    return f"{low:,}" if high == low + 1 else f"{low:,}–{high - 1:,}"
-
-
 def _label_round(gate: str) -> str:
     if gate.startswith("round"):
         number = int(gate.removeprefix("round"))
         return f"round {number}, of {'x' if number % 2 else 'h'}"
     return f"all rounds, of {gate[0]}"
-
-
-def _long(tokens: Sequence[str]) -> bool:
-    return max(map(len, tokens)) > 2
 
 
 _NAMES = {"f": "forget gate f", "i": "input gate i", "o": "output gate o", "j": "candidate j"}

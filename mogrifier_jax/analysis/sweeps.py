@@ -58,8 +58,8 @@ class Sweep:
 
     def find_sets(self, names: str) -> dict[str, configs.Set]:
         """The sets of these comma separated names."""
-        known = self.module.SETS
-        for name in (chosen := names.split(",")):
+        known, chosen = self.module.SETS, names.split(",")
+        for name in chosen:
             if name not in known:
                 raise errors.UsageError(
                     f"--set={name} is not in {self.path}; it has {', '.join(known)}"
@@ -151,55 +151,65 @@ def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
     """One run after the other in this process; yields each when it is done."""
     for number, job in enumerate(jobs, start=1):
         logging.info("run %d of %d: %s", number, len(jobs), job)
-        with timed(job):
-            try:
-                train.train_and_evaluate(job.config, str(job.folder))
-            except errors.Diverged as error:
-                logging.warning("%s: %s", job, error)
-                write_record(job.folder, diverged=str(error))
-        jax.clear_caches()  # Of programs that no later run has; those on disk stay.
+        began = time.monotonic()
+        try:
+            train.train_and_evaluate(job.config, str(job.folder))
+        except errors.Diverged as error:
+            logging.warning("%s: %s", job, error)
+            write_record(job.folder, diverged=str(error))
+        finally:
+            add_seconds(job, began)
+        jax.clear_caches()  # Later runs have other programs. Those on disk stay.
         yield job
 
 
+class Started(NamedTuple):
+    """A run in a process of its own."""
+
+    job: Job
+    process: subprocess.Popen
+    cores: set[int]
+    began: float
+
+
 def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
-    """Several runs at once, each in a process; their words go to log.txt in their folders."""
-    waiting, running, stopped = list(jobs), list[tuple[Job, Any, Any]](), list[Job]()
+    """Several runs at once, each in a process that writes to log.txt in its folder."""
+    waiting, running, stopped = list(jobs), list[Started](), list[Job]()
     free = share_cores(parallel)
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(runtime.StopRequests())
-        stack.callback(terminate, running)  # When all went well, none is running by then.
-        while waiting or running:
-            if stop.requested():
-                stopped += waiting
-                waiting.clear()
-                terminate(running)
-            while waiting and len(running) < parallel:
-                job = waiting.pop(0)
-                logging.info("%s: starts", job)
-                clock = stack.enter_context(contextlib.ExitStack())
-                clock.enter_context(timed(job))
-                running.append((job, start(sweep, job, cores := free.pop(0)), clock))
-                clock.callback(free.append, cores)
-            time.sleep(POLL_SECONDS)
-            for job, process, clock in [each for each in running if each[1].poll() is not None]:
-                running.remove((job, process, clock))
-                clock.close()
-                if finished(job, process.returncode):
-                    yield job
-                else:
-                    stopped.append(job)
+    with runtime.StopRequests() as stop:
+        try:
+            while waiting or running:
+                if stop.requested():
+                    stopped += waiting
+                    waiting.clear()
+                    terminate(running)
+                while waiting and len(running) < parallel:
+                    running.append(start(sweep, waiting.pop(0), free.pop(0)))
+                time.sleep(POLL_SECONDS)
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    free.append(each.cores)
+                    add_seconds(each.job, each.began)
+                    if finished(each.job, each.process.returncode):
+                        yield each.job
+                    else:
+                        stopped.append(each.job)
+        finally:
+            terminate(running)  # When all went well, none is running by now.
+            for each in running:
+                add_seconds(each.job, each.began)
     if stopped:
         raise errors.Interrupted(
             f"{len(stopped)} runs were stopped, or not started; the same command goes on"
         )
 
 
-def terminate(running: Sequence[tuple[Job, subprocess.Popen, Any]]) -> None:
+def terminate(running: Sequence[Started]) -> None:
     """Ends runs as a user would: they save, and end with a code of their own."""
-    for _, process, _ in running:
-        process.terminate()
-    for _, process, _ in running:
-        process.wait()
+    for each in running:
+        each.process.terminate()
+    for each in running:
+        each.process.wait()
 
 
 def share_cores(count: int) -> list[set[int]]:
@@ -213,7 +223,7 @@ def share_cores(count: int) -> list[set[int]]:
 
 @contextlib.contextmanager
 def bound_to(cores: set[int]) -> Iterator[None]:
-    """Processes started here run on these cores; on any where that cannot be said."""
+    """Processes started here run on these cores, if the system lets us choose."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -225,15 +235,18 @@ def bound_to(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, all_cores)
 
 
-def start(sweep: Sweep, job: Job, cores: set[int]) -> subprocess.Popen:
+def start(sweep: Sweep, job: Job, cores: set[int]) -> Started:
     """Starts a run in a process of its own, on these cores."""
+    logging.info("%s: starts", job)
+    began = time.monotonic()
     job.folder.mkdir(parents=True, exist_ok=True)
     with (job.folder / "log.txt").open("a") as log, bound_to(cores):
-        return subprocess.Popen(sweep.command(job), stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(sweep.command(job), stdout=log, stderr=subprocess.STDOUT)
+    return Started(job, process, cores, began)
 
 
 def finished(job: Job, code: int) -> bool:
-    """Whether the process of a run has ended as it should; what is broken ends the sweep."""
+    """Whether a run came to its end, rather than being stopped; an error ends the sweep."""
     log = job.folder / "log.txt"
     if code == errors.Diverged.exit_code:
         write_record(job.folder, diverged=log.read_text().strip().splitlines()[-1])
@@ -244,15 +257,10 @@ def finished(job: Job, code: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def timed(job: Job) -> Iterator[None]:
-    """Adds the time of this start to the record of the run."""
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        spent = read_record(job.folder).get("seconds", 0.0) + time.monotonic() - began
-        write_record(job.folder, seconds=round(spent, 1), hardware=hardware())
+def add_seconds(job: Job, began: float) -> None:
+    """Adds the time since this start to the record of the run."""
+    spent = read_record(job.folder).get("seconds", 0.0) + time.monotonic() - began
+    write_record(job.folder, seconds=round(spent, 1), hardware=hardware())
 
 
 _REMEDY = "restore it from a copy, or delete that folder to run it again"

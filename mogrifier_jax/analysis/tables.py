@@ -22,10 +22,14 @@ from absl import logging
 
 from mogrifier_jax import configs
 from mogrifier_jax.data import vocabulary
+from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, progress, runs, workdirs
 
 SPLITS = ("valid", "test")
+_SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) -> list[dict]:
@@ -64,14 +68,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
         "hardware": sorted({record["hardware"] for record in records if "hardware" in record}),
         "commits": sorted({start["commit"] for start in starts if start.get("commit")}),
     }
-    summary["curves"] = [
-        [
-            (r["step"], float(r["valid_nats"]))
-            for r in metrics.read_metrics(f)
-            if r["kind"] == "eval"
-        ]
-        for f in folders
-    ]
+    summary["curves"] = [_read_curve(folder) for folder in folders]
     for split in SPLITS:
         nats = [result[f"{split}_nats"] for result in results]
         scores = [metrics.in_unit(value, unit) for value in nats]
@@ -89,7 +86,7 @@ def show(score: Mapping[str, Any], unit: str) -> str:
     return f"{score['mean']:.{digits}f}{spread}"
 
 
-def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | None = None) -> str:
+def to_markdown(title: str, rows: Rows, x_label: str | None = None) -> str:
     """A table of the rows, then what they were made with."""
     unit = rows[0]["unit"]
     has_x, has_paper = (any(row[key] is not None for row in rows) for key in ("x", "paper"))
@@ -111,16 +108,15 @@ def to_markdown(title: str, rows: Sequence[Mapping[str, Any]], x_label: str | No
     return f"**{title}**, {metrics.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
 
 
-def is_best(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+def is_best(row: Mapping[str, Any], rows: Rows) -> bool:
     """Whether no other row is better: of all, or of those at its place if curves are compared."""
-    curves = len({each["label"] for each in rows}) < len(rows) and len(
-        {each["x"] for each in rows}
-    ) < len(rows)
+    labels, places = {each["label"] for each in rows}, {each["x"] for each in rows}
+    curves = len(labels) < len(rows) and len(places) < len(rows)
     rivals = [each for each in rows if not curves or each["x"] == row["x"]]
     return len(rivals) > 1 and row["valid"]["nats"] == min(r["valid"]["nats"] for r in rivals)
 
 
-def describe(rows: Sequence[Mapping[str, Any]]) -> str:
+def describe(rows: Rows) -> str:
     """Steps, batch, commit, hardware and hours of all runs."""
     windows: dict[str, set[int]] = {}
     for row in rows:
@@ -158,7 +154,7 @@ def write(
         workdirs.write_json(workdir, f"{name}.json", rows)
         workdirs.replace_text(path.with_suffix(".md"), table)
         try:
-            draw_set(each, rows, path.with_suffix(".png"))
+            figure_of_set(each, rows).savefig(path.with_suffix(".png"), dpi=150)
         except ImportError:
             logging.info("no %s.png: matplotlib is not installed", name)
         if report:
@@ -200,8 +196,13 @@ def replace_section(report: pathlib.Path, name: str, content: str) -> None:
 def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     """A table; numbers are shown with four digits, the first column is to the left."""
     rows = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in line] for line in lines]
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), rule, *rows])
+    return scoring.markdown_table(head, rows, right=range(1, len(head)))
+
+
+def _read_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """Steps and validation nats of every evaluation of a run."""
+    records = [r for r in metrics.read_metrics(folder) if r["kind"] == "eval"]
+    return [(record["step"], float(record["valid_nats"])) for record in records]
 
 
 def _read(path: pathlib.Path, default: Any) -> Any:
@@ -209,56 +210,55 @@ def _read(path: pathlib.Path, default: Any) -> Any:
 
 
 def _show_x(x: float | str | None) -> str:
-    return "" if x is None else x if isinstance(x, str) else f"{x:g}"
+    if x is None:
+        return ""
+    return x if isinstance(x, str) else f"{x:g}"
 
 
-_SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
-
-
-Rows = Sequence[Mapping[str, Any]]
 COLOURS = {"LSTM": "tab:orange", "Mogrifier": "tab:blue"}
 
 
-def draw_set(each: configs.Set, rows: Rows, path: str | os.PathLike) -> None:
-    """Draws the rows of `collect`; what the paper has stands in a panel beside them."""
-    fig = figure_of_set(each, rows)
-    fig.savefig(path, dpi=150)
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    """A figure, and its axes [rows, columns], each of this size in inches."""
+    from matplotlib import figure
+
+    fig = figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = fig.subplots(rows, columns, squeeze=False)
+    for each in axes.flat:
+        each.spines[["top", "right"]].set_visible(False)
+    return fig, axes
 
 
 def figure_of_set(each: configs.Set, rows: Rows) -> Any:
     """The Matplotlib figure of a set: what was measured and what the paper has, or one of them."""
-    from matplotlib import figure
-
     unit = rows[0]["unit"] if rows else each.unit or "ppl"
     shown = rows or [row._asdict() for row in each.rows]
     paper = [
-        (r, metrics.in_unit(r["paper"], unit), None, None) for r in shown if r["paper"] is not None
+        (row, {"mean": metrics.in_unit(row["paper"], unit), "spread": None, "scores": ()})
+        for row in shown
+        if row["paper"] is not None
     ]
     columns = bool(rows) + bool(paper)
-    fig = figure.Figure(figsize=(9 if columns == 2 else 6, 3.8), layout="constrained")
-    panels = fig.subplots(1, columns, squeeze=False)[0]
+    fig, axes = panels(1, columns, width=4.5 if columns == 2 else 6, height=3.8)
     fig.suptitle(each.title)
+    first, last = axes[0, 0], axes[0, -1]
     if paper:
-        _draw(panels[-1], each, paper, unit)
-        panels[-1].set_title("paper")
+        _draw(last, each, paper, unit)
+        last.set_title("paper")
     if not rows:
         return fig
-    ours = [(row, row["valid"]["mean"], row["valid"]["spread"], row["valid"]) for row in rows]
-    _draw(panels[0], each, ours, unit)
-    budget = max(row["num_params"] for row in rows)
+    _draw(first, each, [(row, row["valid"]) for row in rows], unit)
+    budget = progress.quantity(max(row["num_params"] for row in rows))
     seeds = sorted({len(row["runs"]) for row in rows})
     counts = f"{seeds[0]}-{seeds[-1]}" if len(seeds) > 1 else seeds[0]
     plural = "" if seeds == [1] else "s"
-    panels[0].set_title(f"measured: {_millions(budget)} parameters, {counts} seed{plural}")
+    first.set_title(f"measured: {budget} parameters, {counts} seed{plural}")
     return fig
 
 
 def draw_curves(rows: Rows, title: str = "") -> Any:
     """Validation loss at every evaluation, a line for each seed; the LSTM's are dashed."""
-    from matplotlib import figure
-
-    fig = figure.Figure(figsize=(7, 3.8), layout="constrained")
-    axes = fig.add_subplot()
+    fig, ((axes,),) = panels(1, 1, width=7, height=3.8)
     places = list(dict.fromkeys(row["variant"] if row["x"] is None else row["x"] for row in rows))
     for row in rows:
         place = row["variant"] if row["x"] is None else row["x"]
@@ -273,15 +273,13 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
     axes.set_title(title)
     axes.grid(alpha=0.25)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), edgecolor="none", fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     return fig
 
 
 def _draw(axes, each: configs.Set, points, unit: str) -> None:
-    """One panel; `points` are (row, mean, spread, scores of the seeds or None)."""
+    """One panel; `points` are (row, its score: mean, spread, scores of the seeds)."""
     name = f"validation, {metrics.UNITS[unit]}"
-    if all(row["x"] is None for row, *_ in points):
+    if all(row["x"] is None for row, _ in points):
         _draw_list(axes, points)
         axes.set_xlabel(name)
         axes.grid(axis="x", alpha=0.25)
@@ -290,36 +288,33 @@ def _draw(axes, each: configs.Set, points, unit: str) -> None:
         axes.set_ylabel(name)
         axes.set_xlabel(each.x_label or "")
         axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _draw_list(axes, points) -> None:
     """Labels from top to bottom, a dot for each mean, small ones for the seeds."""
-    for place, (row, mean, spread, scores) in enumerate(points):
-        colour = COLOURS.get(row["label"], "0.4")
-        if scores and len(scores["scores"]) > 1:
-            seeds = scores["scores"]
+    for place, (row, score) in enumerate(points):
+        colour, seeds = COLOURS.get(row["label"], "0.4"), score["scores"]
+        if len(seeds) > 1:
             axes.plot(seeds, [place] * len(seeds), "|", color=colour, alpha=0.6, markersize=9)
+        mean, spread = score["mean"], score["spread"]
         axes.errorbar(mean, place, xerr=spread, fmt="o", color=colour, capsize=3)
-    axes.set_yticks(range(len(points)), [row["label"] for row, *_ in points])
+    axes.set_yticks(range(len(points)), [row["label"] for row, _ in points])
     axes.set_ylim(len(points) - 0.5, -0.5)
     axes.margins(x=0.12)
 
 
 def _draw_curves(axes, points) -> None:
     """A curve for each label; words on the x axis are places in their order."""
-    words = list(dict.fromkeys(row["x"] for row, *_ in points if isinstance(row["x"], str)))
-    labels = list(dict.fromkeys(row["label"] for row, *_ in points))
+    words = list(dict.fromkeys(row["x"] for row, _ in points if isinstance(row["x"], str)))
+    labels = list(dict.fromkeys(row["label"] for row, _ in points))
     for number, label in enumerate(labels):
-        chosen = [point for point in points if point[0]["label"] == label]
+        chosen = [(row["x"], score) for row, score in points if row["label"] == label]
         shift = 0.12 * (number - (len(labels) - 1) / 2) if words else 0.0
-        places = [words.index(r["x"]) + shift if words else r["x"] for r, *_ in chosen]
-        means = [mean for _, mean, *_ in chosen]
-        spreads = [spread or 0.0 for _, _, spread, _ in chosen]
+        places = [words.index(x) + shift if words else x for x, _ in chosen]
+        spreads = [score["spread"] or 0.0 for _, score in chosen]
         axes.errorbar(
             places,
-            means,
+            [score["mean"] for _, score in chosen],
             yerr=spreads if any(spreads) else None,
             fmt="o" if words else "o-",
             color=COLOURS.get(label, f"C{number + 2}"),
@@ -330,10 +325,6 @@ def _draw_curves(axes, points) -> None:
         axes.set_xticks(range(len(words)), words)
         axes.set_xlim(-0.5, len(words) - 0.5)
     else:
-        axes.set_xticks(sorted({row["x"] for row, *_ in points}))
+        axes.set_xticks(sorted({row["x"] for row, _ in points}))
     if len(labels) > 1:
         axes.legend(framealpha=0.9, edgecolor="none")
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count / 1e3:.3g}k"

@@ -14,7 +14,6 @@ state of its own. They lie over the mesh axis "data".
 """
 
 import functools
-import hashlib
 import math
 import os
 import pathlib
@@ -30,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import montecarlo
+from mogrifier_jax.evaluation import montecarlo, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, leaves, workdirs
 
@@ -40,7 +39,7 @@ COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, t
 
 
 class Statistics(NamedTuple):
-    """Of the gradients over the training text."""
+    """What is kept of the gradients over the training text."""
 
     rms: Any  # A tree like the weights.
     mean: jax.Array  # m: the mean of `rms` over all weights.
@@ -48,7 +47,7 @@ class Statistics(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """What is tuned; numbers, or arrays [A]."""
+    """The numbers that are tuned, or arrays of them [A]."""
 
     learning_rate: Any
     decay_rate: Any
@@ -56,20 +55,14 @@ class UpdateRule(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one adaptation, or the average of several, made of the text."""
+    """The scores of one adaptation, or of the average of several."""
 
     scores: evaluate.TokenScores  # Up to where it diverged, if it did.
     diverged_at: int | None  # The first window whose score is not finite.
 
-    @property
-    def nats(self) -> float:
+    def mean(self) -> float:
         """Nats per token; nan if it diverged."""
         return math.nan if self.diverged_at is not None else self.scores.mean()
-
-    @property
-    def last_finite_nats(self) -> float:
-        """Nats per token of the windows before it diverged; nan if there are none."""
-        return self.scores.mean()
 
 
 class DynamicEvaluation:
@@ -106,7 +99,7 @@ class DynamicEvaluation:
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec("data"))
         self._chunk = min(chunk, plan.num_windows)
         self._copies = jax.jit(self._copy, static_argnames="count", out_shardings=self._sharding)
-        everywhere = mesh and NamedSharding(mesh, PartitionSpec())
+        everywhere = mesh and partitioning.replicated(mesh)
         in_place = (self._sharding, self._sharding)
         self._run = jax.jit(
             self._adapt, donate_argnames="state", out_shardings=(everywhere, in_place)
@@ -190,9 +183,9 @@ class DynamicEvaluation:
         return Outcome(self.targets.in_order(nats[:diverged_at]), diverged_at)
 
     def _copy(self, params, *, count):
-        """Weights and zero carries of so many adaptations."""
-        zeros = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
-        return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), (params, zeros))
+        """Weights and zero carries of `count` adaptations."""
+        start = params, evaluate.zero_carry(self.model, self.plan)
+        return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), start)
 
     def _adapt(self, state, start, stream, first, count, each, logit_scale, rates):
         """Nats [W, A, B, T] of `count` windows, and the weights and carries [A, ...] after them.
@@ -244,7 +237,7 @@ def update_weights(adapted, params, grads, statistics: Statistics, setting: Upda
 
 
 def stack_settings(settings: Sequence[UpdateRule]) -> UpdateRule:
-    """UpdateRule with arrays [A]; numbers that cannot be are refused."""
+    """One rule with arrays [A] of all of them; impossible numbers are refused."""
     for setting in settings:
         if not (setting.learning_rate >= 0 and setting.decay_rate >= 0 and setting.epsilon > 0):
             raise errors.UsageError(
@@ -329,7 +322,8 @@ def cached_statistics(
         return gradient_statistics(model, params, plan, max_windows=max_windows)
     batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
     path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
-    digest = _digest((params, plan.stream), step, batch, window, max_windows)
+    sizes = (step, batch, window, max_windows)
+    digest = pretrained.digest_arrays(repr(sizes), leaves.to_arrays((params, plan.stream)))
     found = _read(path, digest, params)
     if found is None:
         found = gradient_statistics(model, params, plan, max_windows=max_windows)
@@ -365,12 +359,3 @@ def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
             losses=statistics.losses,
             **rms,  # type: ignore[arg-type]
         )
-
-
-def _digest(tree: Any, *numbers: int) -> str:
-    """Tells weights, texts and sizes apart."""
-    digest = hashlib.sha256(repr(numbers).encode())
-    for name, array in leaves.to_arrays(tree).items():
-        digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.asarray(array).tobytes())
-    return digest.hexdigest()

@@ -16,21 +16,57 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import configs, errors, partitioning
+from mogrifier_jax.configs import Key
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import dyneval, montecarlo, pretrained
-from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
-TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks.
+TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks,
+TOLERANCE = 1e-3  # and how close it comes.
+# Options of `--mode=evaluate`, set as `--eval.name=value`. Lists are written with commas.
+OPTIONS = {
+    "which": Key(str, "best", choices=("best", "latest")),
+    "methods": Key(str, "deterministic"),  # Of METHODS; empty: reports what is known.
+    "splits": Key(str, "valid,test"),
+    "text": Key(str),  # To score in place of the splits.
+    "ensemble": Key(str),  # Token files to average; nothing else is done.
+    "output": Key(str),  # For Markdown, or the ensemble's token file.
+    "source_dir": Key(str),  # Where the corpus is now,
+    "data_dir": Key(str),  # if not where the run had it.
+    "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
+    "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
+    "window": Key(int, low=1, high=10**6),  # As in training unless set.
+    "seed": configs.SEED,  # Of the dropout masks.
+    "samples": Key(int, 200, low=1, high=10**6),
+    "samples_per_block": Key(int, low=1, high=10**6),  # By memory unless set.
+    "average": Key(str, "arithmetic", choices=montecarlo.AVERAGES),
+    "power": Key(float, 0.5, low=-1e3, high=1e3),
+    "multipliers": Key(str, "1"),  # On dropout rates; of several the best on validation is taken.
+    "dyneval.window": Key(int, 10, low=1, high=10**6),
+    "dyneval.learning_rates": Key(str, "1e-5"),  # Of several the best on validation is taken.
+    "dyneval.decay_rates": Key(str, "1e-3"),
+    "dyneval.epsilons": Key(str, "1e-5"),
+    "dyneval.batch_size": Key(int, 1024, low=1, high=10**6),  # Stripes of gradient statistics,
+    "dyneval.max_windows": configs.COUNT._replace(default=500),  # and how many of their windows.
+    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations side by side; by memory.
+}
+# What the numbers in these lists may be.
+LISTS = {
+    "multipliers": Key(float, low=0.0, high=1e3),
+    "dyneval.learning_rates": Key(float, low=0.0, high=1e6),
+    "dyneval.decay_rates": Key(float, low=0.0, high=1e6),
+    "dyneval.epsilons": Key(float, above=0.0, high=1e6),
+}
 
-Score = Callable[[str], evaluate.TokenScores | dyneval.Outcome]  # Of the text with this name.
+
+ScoreFn = Callable[[str], evaluate.TokenScores | dyneval.Outcome]  # Of the text with this name.
 
 
 class Scorer:
-    """A trained run, the texts to score and how; each method gives its details and a Score."""
+    """A trained run, the texts to score and how; each method gives its details and a ScoreFn."""
 
     def __init__(self, folder: str, options: config_dict.ConfigDict):
         self.folder, self.options = folder, options
@@ -45,10 +81,7 @@ class Scorer:
             self.texts = self.splits
             self.names = tuple(options.splits.split(","))
         for name in self.names:
-            if name not in self.texts.names:
-                raise errors.UsageError(
-                    f"split {name!r} is unknown; use any of {', '.join(self.texts.names)}"
-                )
+            self.texts.check(name)
         config = self.loaded.config
         self.batch_size = config.data.batch_size // config.optimizer.get("accumulate", 1)
         self.window = options.window or config.data.window
@@ -60,7 +93,7 @@ class Scorer:
         """The corpus of the run; not needed to score a file without adapting."""
         return pretrained.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
 
-    def deterministic(self) -> tuple[dict[str, Any], Score]:
+    def deterministic(self) -> tuple[dict[str, Any], ScoreFn]:
         """No dropout, no adaptation."""
         temperature = self.find_temperature(self.batch_size, self.window)
 
@@ -71,7 +104,7 @@ class Scorer:
 
         return {"temperature": temperature, "window": self.window}, score
 
-    def mc(self) -> tuple[dict[str, Any], Score]:
+    def mc(self) -> tuple[dict[str, Any], ScoreFn]:
         """Monte-Carlo dropout; of several multipliers the best on validation is taken."""
         sampler = functools.cache(lambda name: self.sampler(self.plan(name)))
 
@@ -84,7 +117,7 @@ class Scorer:
         details = {"multiplier": multiplier, "temperature": temperature, "window": self.window}
         return details | self.sampling, lambda name: score(name, multiplier, temperature)
 
-    def dyneval(self) -> tuple[dict[str, Any], Score]:
+    def dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
         """Dynamic evaluation; of several settings the best on validation is taken."""
         options = self.options.dyneval
         temperature = self.find_temperature(options.batch_size, options.window)
@@ -98,7 +131,7 @@ class Scorer:
 
         return {"temperature": temperature} | self.adapting | setting._asdict(), score
 
-    def mc_dyneval(self) -> tuple[dict[str, Any], Score]:
+    def mc_dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
         """Each sample adapts on its own; settings are chosen without dropout."""
         if self.options.average != "arithmetic":
             raise errors.UsageError(
@@ -122,26 +155,26 @@ class Scorer:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """For the record."""
+        """What a result says of Monte-Carlo samples."""
         names = ("samples", "average", "seed")
         power = {"power": self.options.power} if self.options.average == "power" else {}
         return {name: self.options[name] for name in names} | power
 
     @property
     def adapting(self) -> dict[str, Any]:
-        """For the record; dynamic evaluation reads one stream."""
+        """What a result says of dynamic evaluation, which reads one stream."""
         options = self.options.dyneval
         windows = len(self.statistics.losses)
         return {"window": options.window, "stripes": 1, "statistics_windows": windows}
 
     def share(self, count: int) -> Mesh:
-        """As much of the mesh as so many stripes or adaptations keep busy."""
+        """As much of the mesh as `count` stripes or adaptations keep busy."""
         if jax.process_count() > 1:  # All of them must take part.
             return self.mesh
         return partitioning.shrink(self.mesh, min(count, self.mesh.shape["data"]))
 
     def num_stripes(self, name: str) -> int:
-        """As many as asked for."""
+        """How many stripes a text is cut into."""
         if not self.texts.carries:
             return self.batch_size  # Examples stand alone: more at a time changes no score.
         lines = self.loaded.config.evaluation.lines_per_stripe
@@ -167,7 +200,7 @@ class Scorer:
         )
 
     def adapter(self, name: str, count: int, dropout: models.Dropout | None = None):
-        """Dynamic evaluation of a text, in one stream, by so many adaptations."""
+        """Dynamic evaluation of a text, in one stream, by `count` adaptations."""
         plan = self.texts.plan(name, 1, window=self.options.dyneval.window)
         parallel, mesh = self.options.dyneval.parallel, self.share(count)
         return dyneval.DynamicEvaluation(
@@ -176,7 +209,7 @@ class Scorer:
 
     @functools.cached_property
     def statistics(self) -> Any:
-        """Of the gradients over the training text."""
+        """Statistics of the gradients over the training text."""
         options = self.options.dyneval
         size, window, most = options.batch_size, options.window, options.max_windows
         plan = self.splits.plan("train", size, window=window, mesh=self.mesh)
@@ -239,12 +272,12 @@ class Scorer:
 
     def choose_multiplier(self, batch_size, window, score) -> tuple[float, float]:
         """The best dropout multiplier, and the temperature for it."""
-        multipliers = evaluation_options.parse_numbers("multipliers", self.options.multipliers)
+        multipliers = parse_numbers("multipliers", self.options.multipliers)
         found = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
         if len(found) == 1:
             return found[0]
         self.require_validation("multipliers")
-        nats = [nats_of(score("valid", *candidate)) for candidate in found]
+        nats = [score("valid", *candidate).mean() for candidate in found]
         for (multiplier, temperature), value in zip(found, nats, strict=True):
             made = f"dropout times {multiplier:g}, temperature {temperature:g}"
             logging.info("%s: %.4f nats on validation", made, value)
@@ -254,7 +287,7 @@ class Scorer:
         """The best setting of dynamic evaluation, and what is already known of its scores."""
         given = self.options.dyneval
         names = ("learning_rates", "decay_rates", "epsilons")
-        parse = evaluation_options.parse_numbers
+        parse = parse_numbers
         grid = itertools.product(*(parse(f"dyneval.{name}", given[name]) for name in names))
         settings = list(itertools.starmap(dyneval.UpdateRule, grid))
         if len(settings) == 1:
@@ -264,11 +297,11 @@ class Scorer:
         outcomes = run(self.params, settings, temperature, title="dyneval settings")
         for setting, outcome in zip(settings, outcomes, strict=True):
             logging.info("%s: %s", show_setting(setting), show_outcome(outcome))
-        best = best_of([outcome.nats for outcome in outcomes])
+        best = best_of([outcome.mean() for outcome in outcomes])
         return settings[best], {"valid": outcomes[best]}
 
     def require_validation(self, what: str, needed: bool = True) -> None:
-        """Refuses to choose among values where there is no validation set: a file is scored."""
+        """Refuses to choose among values when a file is scored: it has no validation set."""
         if self.options.text and needed:
             raise errors.UsageError(
                 f"several {what} are chosen from by the validation set, which --eval.text leaves "
@@ -276,14 +309,38 @@ class Scorer:
             )
 
 
-def minimise(
-    f: Callable[[float], float], low: float, high: float, tolerance: float = 1e-3
-) -> float:
+def default_options() -> config_dict.ConfigDict:
+    """Deterministic, one stream, the temperature searched as lamb does."""
+    return configs.make_dict(OPTIONS).lock()
+
+
+def check_options(options: config_dict.ConfigDict) -> None:
+    """Refuses what an option cannot be."""
+    values = configs.flatten(options)
+    configs.check_values(values, OPTIONS, prefix="eval.")
+    for name in LISTS:
+        parse_numbers(name, values[name])
+
+
+def parse_numbers(name: str, text: str) -> list[float]:
+    """A list written with commas."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise errors.UsageError(
+            f"eval.{name} {text!r} is not a list of numbers; write it as 0.6,0.7,0.8"
+        ) from None
+    for number in numbers:
+        configs.check_values({name: number}, LISTS, prefix="eval.")
+    return numbers
+
+
+def minimise(f: Callable[[float], float], low: float, high: float) -> float:
     """Golden-section search: where f, with one minimum between low and high, is smallest."""
     ratio = (math.sqrt(5) - 1) / 2
     x = [high - ratio * (high - low), low + ratio * (high - low)]
     y = [f(x[0]), f(x[1])]
-    while high - low > tolerance:
+    while high - low > TOLERANCE:
         if y[0] <= y[1]:
             high = x[1]
             x = [high - ratio * (high - low), x[0]]
@@ -311,11 +368,6 @@ def parse_temperature(text: str) -> float | None:
     return value
 
 
-def nats_of(result: evaluate.TokenScores | dyneval.Outcome) -> float:
-    """Nats per token, nan if it diverged."""
-    return result.nats if isinstance(result, dyneval.Outcome) else result.mean()
-
-
 def best_of(nats: Sequence[float]) -> int:
     """The index of the smallest finite value, or the first if there is none."""
     return min(range(len(nats)), key=lambda i: nats[i] if math.isfinite(nats[i]) else math.inf)
@@ -329,8 +381,8 @@ def show_setting(setting: dyneval.UpdateRule) -> str:
 def show_outcome(outcome: dyneval.Outcome) -> str:
     """The score, or when it diverged and how far it was by then."""
     if outcome.diverged_at is None:
-        return f"{outcome.nats:.4f} nats"
+        return f"{outcome.mean():.4f} nats"
     return (
-        f"diverged at window {outcome.diverged_at}, after {outcome.last_finite_nats:.4f} nats over "
+        f"diverged at window {outcome.diverged_at}, after {outcome.scores.mean():.4f} nats over "
         f"{len(outcome.scores.nats):,} tokens"
     )

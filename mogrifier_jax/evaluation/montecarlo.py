@@ -123,7 +123,7 @@ class MonteCarlo:
         keys = jax.random.wrap_key_data(self._place(jax.random.key_data(keys)))
         self._blocks = (keys, self._place(jnp.asarray(weights / samples, jnp.float32)))
         self._average, self._chunk = average, min(chunk, plan.num_windows)
-        everywhere = mesh and NamedSharding(mesh, PartitionSpec())
+        everywhere = mesh and partitioning.replicated(mesh)
         self._run = jax.jit(
             self._windows, donate_argnames="carry", out_shardings=(everywhere, self._sharding)
         )
@@ -138,7 +138,7 @@ class MonteCarlo:
     ) -> evaluate.TokenScores:
         """Scores of the first `max_windows` windows; the rates are multiplied by `multiplier`."""
         rates = scale_dropout(self.dropout, multiplier)
-        zeros = self.model.zero_carry(self.plan.batch_size) if self.plan.carries else ()
+        zeros = evaluate.zero_carry(self.model, self.plan)
         count = self.num_blocks * self.block_size
         carry = jax.tree.map(lambda a: self._place(jnp.zeros((count, *a.shape), a.dtype)), zeros)
 

@@ -1,6 +1,6 @@
-"""Trained weights from a workdir, or from the one file that a model is shared as, and their texts.
+"""Trained weights, from a workdir or from a file to share, and the texts that they can score.
 
-The file is a safetensors file: the weights by name (`embedding`, `layer_0.kernel`, ...), and
+A file to share is a safetensors file: the weights by name (`embedding`, `layer_0.kernel`, ...), and
 as its metadata, each a text, `format`, `version`, `config` and `info` (JSON), `vocabulary` (that
 of vocabulary.json), `temperature` (JSON) and `digest`, the SHA-256 of all the rest.
 
@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,27 +62,28 @@ def load_weights(
     if not pathlib.Path(workdir).is_dir():
         raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
     config = workdirs.read_config(workdir)
-    vocab = vocabulary.Vocabulary.from_json(text := workdirs.read_vocabulary(workdir))
+    text = workdirs.read_vocabulary(workdir)
+    vocab = vocabulary.Vocabulary.from_json(text)
     model = runs.make_model(config, len(vocab))
     average = schedule.make_averaging(config.averaging.kind)
     seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)
     total = config.schedule.turns * config.schedule.steps_per_turn
-    results = _read_results(pathlib.Path(workdir) / "results.json")
-    finished = results is not None
+    path = pathlib.Path(workdir) / "results.json"
+    finished = path.exists()
+    results = workdirs.read_json(path, dict) if finished else {}
     if restored is None:
         raise errors.UsageError(
             f"{workdir} has no checkpoint yet: the first one is written after the first "
             "evaluation; wait for it, or start the run again if it was stopped"
         )
-    if results is not None and which == "best" and results.get("step") != restored.step:
-        left = f"{pathlib.Path(workdir) / 'results.json'} was left by a best checkpoint of step"
-        step = results.get("step")
-        logging.warning("%s %s, and that of step %d is used", left, step, restored.step)
     if not finished:
         used = f"its {which} checkpoint so far, of step {restored.step} of {total}"
         logging.info("the run in %s has not ended; using %s", workdir, used)
+    elif which == "best" and results.get("step") != restored.step:
+        left = f"{path} was left by a best checkpoint of step {results.get('step')}"
+        logging.warning("%s, and that of step %d is used", left, restored.step)
     return Pretrained(
         config=config,
         model=model,
@@ -99,15 +100,10 @@ def load_weights(
     )
 
 
-def _read_results(path: pathlib.Path) -> dict[str, Any] | None:
-    """What a run that has ended left; None if it has not."""
-    return workdirs.read_json(path, dict) if path.exists() else None
-
-
 def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
     """Writes all of it to one safetensors file, whole or not at all.
 
-    Folders of this machine are left out: who gets the file need not know them.
+    It names no folder of this machine.
     """
     path = pathlib.Path(path)
     workdirs.check_output(path, "path")
@@ -161,23 +157,16 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
             f"{path} describes a model that cannot be made here ({error}); export it again with "
             "this version"
         ) from None
-    abstract = _abstract_params(model)
-    expected = leaves.name_leaves(abstract)
-    differing = [
-        name
-        for name in sorted({*expected, *arrays})
-        if name not in expected
-        or name not in arrays
-        or (expected[name].shape, expected[name].dtype) != (arrays[name].shape, arrays[name].dtype)
-    ]
-    if differing:
-        raise errors.UsageError(
-            f"{path} has not the weights that its config asks for: {differing[0]} differs in name, "
-            "shape or dtype; export the model again"
-        )
-    params = jax.tree.unflatten(
-        jax.tree.structure(abstract), [arrays[name] for name in leaves.name_leaves(abstract)]
-    )
+    abstract = jax.eval_shape(lambda: _init(model))
+    expected = {n: (a.shape, a.dtype) for n, a in leaves.name_leaves(abstract).items()}
+    found = {n: (a.shape, a.dtype) for n, a in arrays.items()}
+    for name in sorted(expected | found):
+        if expected.get(name) != found.get(name):
+            raise errors.UsageError(
+                f"{path} has not the weights that its config asks for: {name} differs in name, "
+                "shape or dtype; export the model again"
+            )
+    params = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[n] for n in expected])
     params = jax.device_put(params, _place(mesh))
     return Pretrained(config, model, vocab, params, temperature, info)
 
@@ -192,12 +181,17 @@ def export(workdir: str, output: str | None = None) -> None:
     print(f'{path}: {size:.1f} MiB; mogrifier_jax.load("{path}") reads it')
 
 
-def _digest(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> str:
-    """Of names, shapes, dtypes, contents and metadata."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name, array in sorted(arrays.items()):
+def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    ordered = {name: arrays[name] for name in sorted(arrays)}
+    return digest_arrays(json.dumps(metadata, sort_keys=True), ordered)
+
+
+def digest_arrays(about: str, arrays: Mapping[str, Any]) -> str:
+    """Of a text, and of names, shapes, dtypes and contents."""
+    digest = hashlib.sha256(about.encode())
+    for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()
 
 
@@ -207,15 +201,15 @@ def _place(mesh: Mesh | None) -> Any:
     return partitioning.replicated(mesh) if mesh else SingleDeviceSharding(jax.devices()[0])
 
 
-def _abstract_params(model: Any) -> Any:
-    return jax.eval_shape(lambda: model.init(jax.random.key(0), **model.example())["params"])
+def _init(model: Any) -> Any:
+    return model.init(jax.random.key(0), **model.example())["params"]
 
 
 def _abstract_weights(model, average, mesh) -> dict[str, Any]:
     """The part of a training state that is the weights, by the names that it is saved under."""
 
     def init():
-        params = model.init(jax.random.key(0), **model.example())["params"]
+        params = _init(model)
         return {"params": params, "average": average.init(params)}
 
     sharding = _place(mesh)
@@ -234,6 +228,12 @@ class Texts(NamedTuple):
     num_lines: Callable[[str], int]
     carries: bool
     about: Mapping[str, Any]  # For the record.
+
+    def check(self, name: str) -> None:
+        """Refuses a name that is not there."""
+        if name not in self.names:
+            known = ", ".join(self.names)
+            raise errors.UsageError(f"split {name!r} is unknown; use any of {known}")
 
 
 def read_splits(
@@ -269,15 +269,17 @@ def read_file(loaded: Pretrained, path: str | os.PathLike) -> Texts:
             f"the run in {loaded.info['workdir']} models no stream of text; "
             "a file can be scored only by a language model that carries its state"
         )
-    split = encode_file(vocab, path)
+    text = read_text(vocab, path)
+    if not text:
+        raise errors.UsageError(f"{path} is empty; there is nothing to score")
+    split = vocab.encode_split(text)
     unknown = int((split.tokens == vocab.unknown_id).sum())
     if unknown:
-        some = vocab.find_unknown(read_text(vocab, path))
-        listed = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
+        some = vocab.find_unknown(text)
         total, share = len(split.tokens), f"{unknown / len(split.tokens):.2%}"
         logging.warning(
             f"{path}: {unknown} of {total} tokens ({share}) are not in the vocabulary, "
-            f"{len(some)} different ones: {listed}"
+            f"{len(some)} different ones: {list_some(some)}"
         )
     plan = functools.partial(tasks.plan_text, split, vocab.eos_id)
     unit = unit_of(config.data.name, vocab.level)
@@ -291,12 +293,9 @@ def read_file(loaded: Pretrained, path: str | os.PathLike) -> Texts:
     )
 
 
-def encode_file(vocab: vocabulary.Vocabulary, path: str | os.PathLike) -> vocabulary.EncodedSplit:
-    """The ids of a file; one that is missing, empty or no text is refused."""
-    text = read_text(vocab, path)
-    if not text:
-        raise errors.UsageError(f"{path} is empty; there is nothing to score")
-    return vocab.encode_split(text)
+def list_some(unknown: Sequence[str]) -> str:
+    """The first ten, for a message."""
+    return ", ".join(map(repr, unknown[:10])) + (", ..." if len(unknown) > 10 else "")
 
 
 def unit_of(corpus: str, level: str) -> str:

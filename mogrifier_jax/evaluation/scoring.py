@@ -4,7 +4,7 @@
 
 Results are added to `evaluation.json` in the workdir, and the score of every token goes to
 `tokens/<method>_<text>.npz`. Several workdirs become Markdown, with the paper's rows beside
-theirs. `options.py` lists the options, `methods.py` scores.
+theirs. `methods.py` lists the options and scores.
 
 A file of tokens is a compressed .npz with the arrays `tokens` [N] int32 and `nats` [N] float32, in
 the order of the text, and `about`, a JSON text that names the vocabulary by its digest. Several of
@@ -13,12 +13,11 @@ them make an ensemble.
 
 import hashlib
 import json
-import math
 import os
 import pathlib
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, errors
 from mogrifier_jax.data import vocabulary
 from mogrifier_jax.evaluation import dyneval, methods
-from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, metrics, progress, workdirs
 
@@ -39,7 +37,7 @@ _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "
 
 def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[str, Any]]:
     """Evaluates the runs in these workdirs, or ensembles files; returns the results."""
-    evaluation_options.check(options)
+    methods.check_options(options)
     if options.ensemble:
         return [run_ensemble(options.ensemble.split(","), options.output)]
     if not folders or not all(folders):
@@ -137,12 +135,12 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
         if result.diverged_at is not None:
             logging.warning("%s of %s %s", method, name, methods.show_outcome(result))
             row |= {"diverged_at_window": result.diverged_at}
-            row |= {"last_finite_nats": result.last_finite_nats}
+            row |= {"last_finite_nats": scores.mean()}
     path = pathlib.Path(scorer.folder) / "tokens" / f"{method}_{name}.npz"
     about = {key: value for key, value in row.items() if key != "file"}
     if jax.process_index() == 0:
         write_tokens(path, scores, scorer.loaded.vocabulary, **about)
-    nats = methods.nats_of(result)
+    nats = result.mean()
     if nats != nats:
         return row | {"nats": None, "tokens": len(scores.tokens), "file": str(path)}
     values = {"perplexity": metrics.perplexity(nats), "bits": metrics.bits(nats)}
@@ -204,14 +202,10 @@ def _show_nats(nats: float) -> str:
     return f"{nats:.5f} nats  (ppl {metrics.perplexity(nats):.2f}, {metrics.bits(nats):.4f} bits)"
 
 
-# Columns of the paper's tables, and which rows of evaluation.json they are, without and with MC.
-COLUMNS = (
-    ("valid", ("deterministic", "mc"), "valid"),
-    ("test", ("deterministic", "mc"), "test"),
-    ("valid, dyneval", ("dyneval", "mc_dyneval"), "valid"),
-    ("test, dyneval", ("dyneval", "mc_dyneval"), "test"),
-)
-KINDS = ("deterministic", "mc")
+# The columns of the paper's tables, in its order, and by kind of row the methods that fill them.
+SPLITS = ("valid", "test")
+COLUMNS = ("valid", "test", "valid, dyneval", "test, dyneval")
+KINDS = {"deterministic": ("deterministic", "dyneval"), "mc": ("mc", "mc_dyneval")}
 
 
 def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, str]:
@@ -219,15 +213,20 @@ def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, s
     corpus = config.data.name
     if corpus == "mwc":
         corpus = f"mwc_{config.data.get('language') or 'en'}"
-    cell, rounds = config.model.get("cell", "mogrifier_lstm"), config.model.get("rounds", 0)
-    if cell == "mogrifier_lstm":
-        cell = "mogrifier" if rounds else "lstm"
     # A model whose hidden size is set does not use the budget.
     solved = config.model.get("num_params") and not config.model.get("hidden_size")
     budget = config.model.num_params if solved else num_params
     # As the paper writes it; small models are named by their thousands.
     params = f"{budget / 1e6:.0f}M" if budget >= 1e6 else f"{budget / 1e3:.0f}k"
-    return {"corpus": corpus, "model": cell, "params": params}
+    return {"corpus": corpus, "model": name_model(config), "params": params}
+
+
+def name_model(config: config_dict.ConfigDict) -> str:
+    """What the paper calls this kind of model."""
+    cell, rounds = config.model.get("cell", "mogrifier_lstm"), config.model.get("rounds", 0)
+    if cell == "mogrifier_lstm":
+        return "mogrifier" if rounds else "lstm"
+    return cell
 
 
 def paper_nats(run: Mapping[str, str], kind: str) -> list[float | None]:
@@ -242,61 +241,52 @@ def paper_nats(run: Mapping[str, str], kind: str) -> list[float | None]:
 def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """One table for each corpus of these contents of evaluation.json files."""
     sections = []
+    head = ["model", "parameters", "evaluation", *COLUMNS, "run"]
     for corpus in dict.fromkeys(e["run"]["corpus"] for e in evaluations):
         chosen = [e for e in evaluations if e["run"]["corpus"] == corpus]
-        head = ["model", "parameters", "evaluation", *(name for name, *_ in COLUMNS), "run"]
-        lines = [
+        rows = [row for evaluation in chosen for row in _rows(evaluation)]
+        sections += [
             f"## {corpus}, {metrics.UNITS[chosen[0]['unit']]}",
-            "",
             "Ours, then in parentheses the paper's and the difference.",
-            "",
-            f"| {' | '.join(head)} |",
-            f"| {' | '.join(['---'] * 3 + ['---:'] * len(COLUMNS) + ['---'])} |",
+            markdown_table(head, rows, right=range(3, 3 + len(COLUMNS))),
         ]
-        for evaluation in chosen:
-            lines += [_row(evaluation, kind) for kind in KINDS if _has(evaluation, kind)]
-        sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
 
 
-def _has(evaluation, kind: str) -> bool:
-    methods = {methods[KINDS.index(kind)] for _, methods, _ in COLUMNS}
-    return any(row["method"] in methods for row in evaluation["results"])
+def markdown_table(
+    head: Sequence[Any], rows: Sequence[Sequence[Any]], right: Collection[int] = ()
+) -> str:
+    """A table in Markdown; these columns of it, counted from 0, are aligned to the right."""
+    rule = ["---:" if place in right else "---" for place in range(len(head))]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, rule, *rows))
 
 
-def _row(evaluation, kind: str) -> str:
+def _rows(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A row for each kind of evaluation that was made of a run."""
     run, unit = evaluation["run"], evaluation["unit"]
     ours = {(row["method"], row["text"]): row for row in evaluation["results"]}
-    cells = []
-    for (_, names, split), paper in zip(COLUMNS, paper_nats(run, kind), strict=True):
-        row = ours.get((names[KINDS.index(kind)], split))
-        cells.append(_cell(row, paper, unit))
     workdir = f"`{evaluation['workdir']}`, step {evaluation['step']:,}"
     if not evaluation["finished"]:
         workdir += ", not ended"
-    return f"| {' | '.join([run['model'], run['params'], kind, *cells, workdir])} |"
+    for kind, names in KINDS.items():
+        if any(method in names for method, _ in ours):
+            found = [ours.get((method, split)) for method in names for split in SPLITS]
+            both = zip(found, paper_nats(run, kind), strict=True)
+            cells = [_cell(row, paper, unit) for row, paper in both]
+            yield [run["model"], run["params"], kind, *cells, workdir]
 
 
 def _cell(row: Mapping[str, Any] | None, paper: float | None, unit: str) -> str:
-    theirs = "" if paper is None else f" ({show(paper, unit)})"
-    if row is None:
-        return f"–{theirs}"
-    if row["nats"] is None:
-        return f"diverged{theirs}"
-    ours = show(row["nats"], unit)
+    theirs = "" if paper is None else metrics.number(paper, unit)
+    if row is None or row["nats"] is None:
+        ours = "–" if row is None else "diverged"
+        return f"{ours} ({theirs})" if theirs else ours
+    ours = metrics.number(row["nats"], unit)
     if paper is None:
         return ours
     difference = metrics.in_unit(row["nats"], unit) - metrics.in_unit(paper, unit)
     sign = "−" if difference < 0 else "+"
-    gap = f"{sign}{abs(difference):.{metrics.digits(unit)}f}"
-    return f"{ours} ({show(paper, unit)}, {gap})"
-
-
-def show(nats: float | None, unit: str) -> str:
-    """The same as text, without the name of the unit."""
-    if nats is None or not math.isfinite(nats):
-        return "diverged"
-    return metrics.number(nats, unit)
+    return f"{ours} ({theirs}, {sign}{abs(difference):.{metrics.digits(unit)}f})"
 
 
 def write_tokens(

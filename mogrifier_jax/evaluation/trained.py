@@ -1,13 +1,17 @@
 """A trained language model for Python: `mogrifier_jax.load(workdir)` scores, writes, shows gates.
 
-Axes: N tokens of a text, D input features of a layer, H hidden features. Texts are read in
-windows of a fixed size with the state carried on, so that each method compiles once for texts of
-any length.
+Axes: N tokens of a text, B samples, V vocabulary, D input features of a layer, H hidden features.
+
+Texts are read in windows of a fixed size with the state carried on, so that each method compiles
+once for texts of any length. Samples are drawn a few steps in each dispatch. A step draws a token
+and reads it. While a prompt lasts, its tokens are read instead of those drawn, so that the program
+is the same for every prompt. `print_samples` is `--mode=sample`.
 """
 
 import functools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,18 +20,28 @@ import numpy as np
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
+from mogrifier_jax.configs import Key
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.evaluation import pretrained, sample
+from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import checkpoints, metrics
 
 if TYPE_CHECKING:
     from mogrifier_jax.analysis import explore
 
-WINDOW = 64  # Tokens of one dispatch.
+WINDOW = 64  # Tokens of one dispatch, where a text is read,
+CHUNK = 16  # and steps of one where it is drawn.
+# Below these, a temperature makes logits infinite, and a probability leaves no token.
 LIMITS = {
     "logit_scale": configs.keys()["evaluation.softmax_temperature"],
-    "top": configs.Key(int, required=True, low=1, high=10**9),
+    "top": Key(int, required=True, low=1, high=10**9),
+    "length": Key(int, required=True, low=1, high=10**7),
+    "temperature": Key(float, required=True, low=1e-4, high=1e4),
+    "top_k": Key(int, low=1, high=10**9),
+    "top_p": Key(float, low=1e-6, high=1.0),
+    "min_p": Key(float, low=1e-6, high=1.0),
+    "num_samples": Key(int, required=True, low=1, high=10**5),
+    "seed": configs.SEED._replace(required=True),
 }
 
 
@@ -72,6 +86,41 @@ class Predictions(NamedTuple):
     ranks: np.ndarray  # [N] int32: the place of each token of the text; 1 is the likeliest.
 
 
+class Sampling(NamedTuple):
+    """How text is drawn: the options of `--mode=sample` and `TrainedModel.generate`.
+
+    The temperature divides the logits, so that values below 1 sharpen. It is a traced number;
+    what restricts the tokens is compiled.
+    """
+
+    length: int = 300  # Tokens to draw.
+    temperature: float = 1.0
+    top_k: int | None = None  # Only the likeliest tokens, so many.
+    top_p: float | None = None  # Only the likeliest tokens that together have this probability.
+    min_p: float | None = None  # Only tokens with this share of the likeliest one's probability.
+    num_samples: int = 1
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuses what cannot be drawn, before anything is loaded or compiled."""
+        configs.check_values(self._asdict(), LIMITS)
+
+    def restrict(self, logits: jax.Array) -> jax.Array:
+        """Leaves the tokens that may be drawn; these logits are divided by the temperature."""
+        if self.top_k is not None:
+            kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][..., -1:]
+            logits = jnp.where(logits < kth, -jnp.inf, logits)
+        if self.top_p is not None:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            before = jnp.cumsum(jax.nn.softmax(ordered), axis=-1) - jax.nn.softmax(ordered)
+            kept = jnp.where(before < self.top_p, ordered, jnp.inf)  # The likeliest always stays.
+            logits = jnp.where(logits < kept.min(-1, keepdims=True), -jnp.inf, logits)
+        if self.min_p is not None:
+            least = logits.max(-1, keepdims=True) + math.log(self.min_p)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return logits
+
+
 class TrainedModel:
     """What a run has learned, ready for use; made by `load`."""
 
@@ -89,10 +138,10 @@ class TrainedModel:
         self.temperature: float = loaded.temperature or 1.0  # The logit scale of scores.
         self.info: dict[str, Any] = loaded.info
         self._loaded = loaded
-        self._sampler = sample.Sampler(model, loaded.params, loaded.vocabulary)
         self._nats = jax.jit(functools.partial(model.apply, method="nats"))
         self._gates = jax.jit(functools.partial(model.apply, method="gates"))
         self._predict = jax.jit(functools.partial(_predict, model), static_argnames="top")
+        self._advance = jax.jit(functools.partial(_advance, model), static_argnames="sampling")
 
     def __repr__(self) -> str:
         about = f"{self.info['workdir']!r}, {self.info['which']}, step {self.info['step']:,}"
@@ -124,12 +173,10 @@ class TrainedModel:
         inputs = np.append(self.vocabulary.eos_id, ids[:-1])
 
         def run(carry, first):
-            targets, length = _cut(ids, first)
-            window, _ = _cut(inputs, first)
-            lengths = np.array([length], np.int32)
-            return self._nats(
-                {"params": self.params}, window, targets, carry, lengths, None, logit_scale
-            )
+            window, targets = _cut(inputs, first), _cut(ids, first)
+            lengths = np.array([min(WINDOW, len(ids) - first)], np.int32)
+            variables = {"params": self.params}
+            return self._nats(variables, window, targets, carry, lengths, None, logit_scale)
 
         nats = np.concatenate([np.asarray(part)[0] for part in self._windows(run, len(ids))])
         unknown = self.vocabulary.find_unknown(text)
@@ -141,16 +188,50 @@ class TrainedModel:
         Args:
           prompt: None starts at the beginning of a line.
           options: `length`, `temperature` (it divides the logits: below 1 sharpens), `top_k`,
-            `top_p`, `min_p`, `num_samples` and `seed`, as `sample.Sampling` has them.
+            `top_p`, `min_p`, `num_samples` and `seed`, as `Sampling` has them.
         """
-        unknown = options.keys() - set(sample.Sampling._fields)
+        unknown = options.keys() - set(Sampling._fields)
         if unknown:
-            known = ", ".join(sample.Sampling._fields)
+            known = ", ".join(Sampling._fields)
             raise TypeError(f"generate has no option {', '.join(sorted(unknown))}; it has {known}")
-        drawn = self._sampler.draw(sample.Sampling(**options), prompt)
-        begin = sample.encode_prompt(self.vocabulary, prompt)
+        drawn = self.draw(Sampling(**options), prompt)
+        begin = encode_prompt(self.vocabulary, prompt)
         rows = np.concatenate(list(drawn), axis=1)
         return [self.vocabulary.decode(np.concatenate([begin, ids])) for ids in rows]
+
+    def draw(self, sampling: Sampling, prompt: str | None = None) -> Iterator[np.ndarray]:
+        """Ids drawn by each dispatch, [B, at most CHUNK], until there are as many as asked for.
+
+        `prompt` is how the text begins; None draws from the beginning of a line. It compiles for
+        each number of samples, whatever prompt and length.
+        """
+        sampling.check()
+        ids = np.append(self.vocabulary.eos_id, encode_prompt(self.vocabulary, prompt))
+        return self._draw(ids, sampling)
+
+    def _draw(self, ids: np.ndarray, sampling: Sampling) -> Iterator[np.ndarray]:
+        """What `draw` gives, which refuses its arguments before the first ids are asked for."""
+        total, num_samples = len(ids) + sampling.length, sampling.num_samples
+        forced = np.full(total + CHUNK, -1, np.int32)
+        forced[: len(ids)] = ids
+        key = jax.random.key(sampling.seed)
+        carry = self._initial_carry(num_samples)
+        logits = self._place(jnp.zeros((num_samples, len(self.vocabulary))))
+        # Only what restricts the tokens is compiled.
+        fixed = Sampling(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        for first in range(0, total, CHUNK):
+            tokens, logits, carry = self._advance(
+                {"params": self.params},
+                logits,
+                carry,
+                jax.random.fold_in(key, first),
+                forced[first : first + CHUNK],
+                jnp.float32(sampling.temperature),
+                sampling=fixed,
+            )
+            drawn = np.asarray(tokens)[:, max(0, len(ids) - first) : total - first]
+            if drawn.size:
+                yield drawn
 
     def gates(self, text: str | bytes) -> GateValues:
         """What every gate of every layer is as each token of a text is read."""
@@ -158,7 +239,7 @@ class TrainedModel:
         inputs = np.append(self.vocabulary.eos_id, ids)
 
         def run(carry, first):
-            return self._gates({"params": self.params}, _cut(inputs, first)[0], carry)
+            return self._gates({"params": self.params}, _cut(inputs, first), carry)
 
         parts = list(self._windows(run, len(inputs)))
         # [T, 1, ...] each; the first step has read the line end before the text.
@@ -170,17 +251,11 @@ class TrainedModel:
         configs.check_values({"top": top}, LIMITS)
         ids = self._encode(text)
         inputs, targets = np.append(self.vocabulary.eos_id, ids), np.append(ids, 0)
+        listed = min(top, len(self.vocabulary))
 
         def run(carry, first):
-            window, expected = _cut(inputs, first)[0], _cut(targets, first)[0][0]
-            return self._predict(
-                self.params,
-                window,
-                expected,
-                carry,
-                self.temperature,
-                top=min(top, len(self.vocabulary)),
-            )
+            window, expected = _cut(inputs, first), _cut(targets, first)[0]
+            return self._predict(self.params, window, expected, carry, self.temperature, top=listed)
 
         parts = list(self._windows(run, len(inputs)))
         ids, probabilities, entropy, ranks = (
@@ -191,7 +266,7 @@ class TrainedModel:
     def explore(
         self, text: str | bytes, *others: "TrainedModel", length: int = 300
     ) -> "explore.Page":
-        """A page to read a text with the eyes of this model, and of others beside it.
+        """A page that shows how this model, and others beside it, read a text.
 
         A notebook shows it, and `.save("explore.html")` writes it; see `explore.py`.
 
@@ -205,10 +280,19 @@ class TrainedModel:
 
     def _windows(self, run: Callable[..., tuple[Any, Any]], length: int) -> Iterator[Any]:
         """What run(carry, first) -> (found, carry) finds in windows that cover the length."""
-        carry = sample.initial_carry(self.model, self.params, 1)
+        carry = self._initial_carry(1)
         for first in range(0, length, WINDOW):
             found, carry = run(carry, first)
             yield jax.device_get(found)
+
+    def _initial_carry(self, batch_size: int) -> Any:
+        """What texts start from."""
+        variables = {"params": self.params}
+        return self._place(self.model.apply(variables, batch_size, method="initial_carry"))
+
+    def _place(self, tree: Any) -> Any:
+        """Puts arrays where the parameters are, as results will be: or else jit compiles twice."""
+        return jax.device_put(tree, jax.tree.leaves(self.params)[0].sharding)
 
     def _encode(self, text: str | bytes) -> np.ndarray:
         ids = self.vocabulary.encode(text)
@@ -241,7 +325,76 @@ def _predict(model, params, window, expected, carry, temperature, *, top):
     return (ids, jnp.exp(best), -(jnp.exp(log_p) * log_p).sum(-1), ranks), carry
 
 
-def _cut(ids: np.ndarray, first: int) -> tuple[np.ndarray, int]:
-    """A window [1, WINDOW], filled up with zeros at the end, and how much of it is text."""
+def _advance(model, variables, logits, carry, key, forced, temperature, *, sampling):
+    """CHUNK steps: the tokens [B, CHUNK], and the logits and carry after them."""
+
+    def body(state, step):
+        logits, carry = state
+        key, forced = step
+        drawn = jax.random.categorical(key, sampling.restrict(logits / temperature))
+        tokens = jnp.where(forced < 0, drawn, forced)
+        logits, carry = model.apply(variables, tokens[:, None], carry, method="logits")
+        return (logits[:, 0].astype(jnp.float32), carry), tokens
+
+    keys = jax.random.split(key, len(forced))
+    (logits, carry), tokens = jax.lax.scan(body, (logits, carry), (keys, forced))
+    return tokens.T, logits, carry
+
+
+def _cut(ids: np.ndarray, first: int) -> np.ndarray:
+    """A window [1, WINDOW], filled up with zeros at the end."""
     window = ids[first : first + WINDOW]
-    return np.pad(window, (0, WINDOW - len(window)))[None].astype(np.int32), len(window)
+    return np.pad(window, (0, WINDOW - len(window)))[None].astype(np.int32)
+
+
+def encode_prompt(vocab: vocabulary.Vocabulary, prompt: str | None) -> np.ndarray:
+    """The ids of a prompt; one that is empty, or has what the vocabulary lacks, is refused."""
+    if prompt is None:
+        return np.zeros(0, np.int32)
+    ids = vocab.encode(prompt)
+    if not len(ids):
+        raise errors.UsageError(
+            f"the prompt {prompt!r} is empty; leave it out to start from the beginning of a line"
+        )
+    unknown = vocab.find_unknown(prompt)
+    if unknown:
+        raise errors.UsageError(
+            f"the prompt has {pretrained.list_some(unknown)}, which the training text did not "
+            "have; write it without"
+        )
+    return ids.astype(np.int32)
+
+
+def print_samples(workdir: str, sampling: Sampling, prompt: str | None = None) -> None:
+    """`--mode=sample`: one sample streams to the terminal, several follow each other."""
+    if not workdir:
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
+    sampling.check()
+    model = TrainedModel(pretrained.load_weights(workdir))
+    drawn = model.draw(sampling, prompt)
+    begin = encode_prompt(model.vocabulary, prompt)
+    if sampling.num_samples == 1:
+        for piece in pieces(model.vocabulary, begin, drawn):
+            print(piece, end="", flush=True)
+        print()
+        return
+    for index, ids in enumerate(np.concatenate(list(drawn), axis=1)):
+        print(f"--- sample {index + 1}")
+        print(*pieces(model.vocabulary, begin, [ids[None]]))
+
+
+def pieces(
+    vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterable[np.ndarray]
+) -> Iterator[str]:
+    """The text of the first sample, as far as each dispatch brings it."""
+    # The line that is not complete is decoded anew each time: words need the spaces between
+    # them, and bytes may end in mid-character.
+    line, shown = begin, 0
+    for more in drawn:
+        line = np.concatenate([line, more[0]])
+        text = vocab.decode(line).rstrip("\ufffd")
+        yield text[shown:]
+        ends = np.flatnonzero(line == vocab.eos_id)
+        if len(ends):
+            line = line[ends[-1] + 1 :]
+        shown = len(vocab.decode(line).rstrip("\ufffd"))

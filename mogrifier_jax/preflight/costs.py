@@ -113,10 +113,6 @@ class Analysis:
         """Loops whose trip count depends on data: their cost is a lower bound."""
         return tuple(loop for loop in self.loops if loop.trips is None)
 
-    def top(self, n: int) -> list[Cost]:
-        """The n dearest instructions by cycles."""
-        return sorted(self.costs, key=lambda cost: cost.cycles, reverse=True)[:n]
-
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """Executions and bytes of each kind of collective."""
         sums: dict[str, tuple[int, int]] = {}
@@ -124,27 +120,6 @@ class Analysis:
             count, size = sums.get(one.kind, (0, 0))
             sums[one.kind] = count + one.executions, size + one.bytes
         return sums
-
-    def table(self, n: int = 25) -> str:
-        """Cycles, loops, collectives and the n dearest instructions, for reading."""
-        total = max(self.cycles, 1)
-        lines = [f"{self.cycles:,} cycles; {self.copied_bytes:,} bytes in copies without estimate"]
-        lines += [
-            f"  loop {loop.name}: {loop.trips} trips x {loop.entries}, {loop.cycles:,} cycles "
-            f"({loop.cycles / total:.1%})  {loop.op_name}"
-            for loop in self.loops
-        ]
-        lines += [
-            f"  {kind}: {count:,} executions, {size:,} bytes"
-            for kind, (count, size) in self.by_kind().items()
-        ]
-        lines += [f"{'cycles':>15} {'share':>6} {'times':>7} {'each':>11}  instruction"]
-        lines += [
-            f"{cost.cycles:15,} {cost.cycles / total:6.1%} {cost.executions:7,} "
-            f"{cost.cycles_each or 0:11,}  {cost.name}  {cost.op_name}"
-            for cost in self.top(n)
-        ]
-        return "\n".join(lines)
 
 
 def analyse(text: str) -> Analysis:

@@ -5,9 +5,8 @@
 The program is the one that training runs, `log_every` steps in one dispatch, with the shardings
 of `partitioning.py` on the described chips; every number is for one of its steps. The programs of
 the evaluation before each turn are compiled as well: their time is in the hours, and a run fits
-only if they do, beside the state of training. Around it:
-an abstract task stands in for the data, `targets.py` knows the chips, `costs.py` counts FLOPs and
-reads the program.
+only if they do, beside the state of training. An abstract task stands in for the data, `targets.py`
+knows the chips, `costs.py` counts FLOPs and reads the program.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ from mogrifier_jax.preflight import costs, targets
 from mogrifier_jax.training import evaluate, progress, runs, workdirs
 
 _GIB = 1024**3
-_SAVING = 1e9  # Bytes of state a second that a host writes, as if training waited: a round figure.
+_SAVING = 1e9  # Bytes a second that a host writes of a checkpoint: a round figure.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Of a step, collectives not overlapped."""
+        """Of a step, if no collective runs beside the computation."""
         return self.compute_seconds + self.collective_seconds
 
     @property
@@ -110,7 +109,7 @@ def run(
 
 def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
     """Compiles the train step of a config for a target and reads what it will cost."""
-    mesh = _mesh(config, target)
+    mesh = targets.mesh(target, config.mesh.data, config.mesh.model)
     task = tasks.make_abstract_task(config.data, mesh)
     made = runs.make_run(config, mesh, task)
     state, count = made.abstract_state(), max(1, config.get("log_every", 20))
@@ -207,13 +206,12 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
     stripes = evaluate.num_stripes(task, "valid", batch_size, settings.lines_per_stripe)
     valid = task.plan("valid", stripes)
     whole = min(valid.num_windows, settings.max_windows or valid.num_windows)
+    short = settings.train_windows + passes * searched
     needed, seconds = held, 0.0
     for plan, temperatures, windows in (
-        (task.plan("valid", batch_size), evaluate.AT_ONCE, settings.train_windows),
+        (task.plan("valid", batch_size), evaluate.AT_ONCE, short),
         (valid, 1, whole),
     ):
-        if temperatures > 1:
-            windows += passes * searched
         carry = ()
         if plan.carries:
             carry = jax.eval_shape(lambda plan=plan: made.model.zero_carry(plan.batch_size))
@@ -259,12 +257,6 @@ def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> li
             f"no split of {target.name} works for this config: {'; '.join(refusals)}"
         )
     return sorted(reports, key=lambda r: (not r.fits, r.seconds, r.needed))
-
-
-def _mesh(config: config_dict.ConfigDict, target: targets.Target) -> jax.sharding.Mesh:
-    """The mesh of the config on the target, neighbours in the torus kept together."""
-    shape = partitioning.mesh_shape(config.mesh.data, config.mesh.model, target.num_chips)
-    return targets.mesh(target, *shape)
 
 
 def _bytes_by_kind(state: Any, stream: Any, memory: costs.Memory) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import mesh_utils, topologies
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, partitioning
 
 _GIB = 1024**3
 
@@ -176,7 +176,7 @@ def _known(chip: Chip) -> str:
 
 def describe(target: Target) -> topologies.TopologyDescription:
     """The topology as its compiler knows it. No accelerator is touched, not even a present one."""
-    # As jax's backend either compiler looks for hardware; beside a CPU backend it does not.
+    # As JAX's own backend, either compiler would look for hardware. Beside a CPU it does not.
     jax.config.update("jax_platforms", "cpu")
     topology = _describe_tpu(target) if target.chip.kind == "tpu" else _describe_gpu(target)
     if len(topology.devices) != target.num_chips:
@@ -192,8 +192,8 @@ def _describe_tpu(target: Target) -> topologies.TopologyDescription:
             f"topology {target.name!r} needs the TPU compiler, which is not installed; "
             "run `pip install .[tpu]` (no TPU is needed)"
         )
-    # Read when the library loads: it is not to ask the cloud where it runs, nor to complain, nor to
-    # want to be the only one on this host, as it will touch no chip.
+    # The library reads these as it loads. They keep it from asking the cloud where it runs, from
+    # complaining, and from refusing to share this host: it will touch no chip.
     for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
@@ -258,14 +258,13 @@ device_description_str: "{name}"
 
 
 def mesh(target: Target, data: int, model: int) -> jax.sharding.Mesh:
-    """A ("data", "model") mesh over the described chips, neighbours in the torus kept together."""
-    if data * model != target.num_chips or data < 1:
-        raise errors.UsageError(
-            f"a mesh of data={data} x model={model} does not cover the {target.num_chips} chips of "
-            f"{target.name}; data x model can be {_or_list(splits(target))}"
-        )
+    """A ("data", "model") mesh over the described chips, neighbours in the torus kept together.
+
+    -1 takes what the other axis leaves.
+    """
+    shape = partitioning.mesh_shape(data, model, target.num_chips)
     devices = _devices(target)
-    grid = mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)
+    grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     auto = (jax.sharding.AxisType.Auto,) * 2
     return jax.sharding.Mesh(grid, ("data", "model"), axis_types=auto)
 
@@ -280,11 +279,6 @@ def splits(target: Target) -> list[tuple[int, int]]:
     """All (data, model) sizes that cover the chips, most data-parallel first."""
     chips = target.num_chips
     return [(chips // model, model) for model in range(1, chips + 1) if chips % model == 0]
-
-
-def _or_list(pairs: list[tuple[int, int]]) -> str:
-    shown = [f"{data}x{model}" for data, model in pairs]
-    return " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
 def ring(target: Target, group: int) -> tuple[float, int]:

@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pathlib
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
+from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.training import metrics, progress, workdirs
 from mogrifier_jax.tuning import studies, trials
 
@@ -104,12 +106,11 @@ def to_markdown(
             lines += [f"    --mode=evaluate --eval.methods=dyneval {flags}", ""]
         lines += ["## Best trials", ""]
         header = ["trial", "valid nats", unit, *studied.ranges]
-        rows = [
-            [t.number, f"{t.nats:.4f}", metrics.number(t.nats, unit), *_settings(t, studied)]
-            for t in complete[:SHOWN]
-        ]
-        lines += _table(header, rows)
-        lines += ["", "## Around the best", ""]
+        rows = []
+        for t in complete[:SHOWN]:
+            settings = [_show(t.params[setting]) for setting in studied.ranges]
+            rows.append([t.number, f"{t.nats:.4f}", metrics.number(t.nats, unit), *settings])
+        lines += [scoring.markdown_table(header, rows), "", "## Around the best", ""]
         lines += [
             f"Each setting in turn is held within {WINDOW:.0%} of its range around its best value; "
             "the trials left beside the best one are compared with it, in nats.",
@@ -126,12 +127,13 @@ def to_markdown(
             ]
             for n in neighbourhoods(complete, studied)
         ]
-        lines += _table(["setting", "best", "window", "others", "best of them", "median"], rows)
+        header = ["setting", "best", "window", "others", "best of them", "median"]
+        lines.append(scoring.markdown_table(header, rows))
     failed = [t for t in known if "reason" in t.notes]
     if failed:
         lines += ["", "## Without a value", ""]
-        rows = [[t.number, t.outcome, _line(t.notes.get("reason", ""))] for t in failed]
-        lines += _table(["trial", "outcome", "reason"], rows)
+        rows = [[t.number, t.outcome, _line(t.notes["reason"])] for t in failed]
+        lines.append(scoring.markdown_table(["trial", "outcome", "reason"], rows))
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +150,7 @@ def neighbourhoods(
         low, high = limits.at(start), limits.at(start + WINDOW)
         inside = [t.nats for t in others if low <= t.params[name] <= high]
         nearest = min(inside, default=None)
-        median = sorted(inside)[len(inside) // 2] if inside else None
+        median = statistics.median_high(inside) if inside else None
         found.append(Neighbourhood(name, value, low, high, len(inside), nearest, median))
     return found
 
@@ -223,10 +225,6 @@ def show(nats: float, unit: str) -> str:
     return f"{nats:.4f} nats ({metrics.show(nats, unit)})"
 
 
-def _settings(trial: trials.Record, studied: studies.Study) -> list[str]:
-    return [_show(trial.params[name]) for name in studied.ranges]
-
-
 def _show(value: float) -> str:
     return f"{value:.4g}"
 
@@ -235,19 +233,14 @@ def _line(text: str) -> str:
     return text.replace("\n", " ").replace("|", "\\|")
 
 
-def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(map(str, row))} |" for row in lines]
-
-
-NEAR = 0.15  # As close to the best as this share of every range is near it,
-AT_LEAST = 3  # and so are as many of the closest, by the mean over all settings.
+NEAR = 0.15  # A trial is near the best if no setting is further away than this share of its range.
+AT_LEAST = 3  # So many count as near in any case: those with the smallest mean over all settings.
 
 
 def parallel_coordinates(
     folder: pathlib.Path, complete: Sequence[trials.Record], studied: studies.Study, *, unit: str
 ) -> pathlib.Path | None:
-    """One line for each trial, best first given; red are those with settings near the best."""
+    """One line for each trial; trials with settings near those of the first, the best, are red."""
     from matplotlib import figure
 
     if len(complete) < 2:
@@ -306,21 +299,20 @@ def learning_curves(
     """Validation cross-entropy over steps, of all trials whose folder is here."""
     from matplotlib import figure
 
-    curves = {}
+    curves = []
     for trial in known:
         records = metrics.read_metrics(folder / trial.notes.get("folder", "-"))
         points = [(r["step"], float(r["valid_nats"])) for r in records if r["kind"] == "eval"]
         points = [point for point in points if math.isfinite(point[1])]
         if points:
-            curves[trial.number] = (trial, points)
+            curves.append((trial, points))
     if not curves:
         return None
     fig = figure.Figure(figsize=(8, 4.8), layout="constrained")
     axes = fig.add_subplot()
-    complete = [t for t, _ in curves.values() if t.outcome == "complete"]
-    best = min(complete, key=lambda t: t.nats, default=None)
+    best = next(iter(complete_trials([trial for trial, _ in curves])), None)
     drawn: set[str] = set()
-    for trial, points in curves.values():
+    for trial, points in curves:
         whole = trial.outcome == "complete"
         label = "trials" if whole else "stopped early or without a value"
         style: dict[str, Any] = dict(
@@ -332,7 +324,7 @@ def learning_curves(
             label += metrics.show(best.nats, unit)
         axes.plot(*zip(*points, strict=True), label=None if label in drawn else label, **style)
         drawn.add(label)
-    ends = sorted(nats for _, points in curves.values() for _, nats in points)
+    ends = sorted(nats for _, points in curves for _, nats in points)
     low, high = ends[0], ends[int(0.98 * (len(ends) - 1))]
     margin = 0.05 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)

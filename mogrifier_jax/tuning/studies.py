@@ -13,18 +13,17 @@ from the budget in each trial unless the config sets it. `worker.py` runs them.
 import copy
 import dataclasses
 import difflib
-import functools
-import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.nn import models
+from mogrifier_jax.training import workdirs
 
 SCALES = ("linear", "log", "integer")
 # Traced numbers: trials that differ in nothing else run in the same program.
@@ -101,16 +100,15 @@ def load(name: str) -> Study:
         return Study(name, parse_ranges(name, ranges), fixed)
     if os.path.isfile(name):
         path = pathlib.Path(name)
-        try:
-            content = json.loads(path.read_text())
-        except (ValueError, RecursionError) as error:
-            raise errors.UsageError(
-                f"study {name} is not valid JSON ({error}); see the example in docs/tuning.md"
-            ) from None
+        content = workdirs.read_json(path, remedy="see the example in docs/tuning.md")
         return Study(path.stem, parse_ranges(name, content))
-    near = difflib.get_close_matches(name, PAPER)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(PAPER)}"
+    hint = _hint(name, PAPER, f"use {', '.join(PAPER)}")
     raise errors.UsageError(f"study {name!r} is unknown: {hint} (or give a JSON file of ranges)")
+
+
+def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, known)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def parse_ranges(study: str, content: Any) -> dict[str, Range]:
@@ -150,8 +148,7 @@ def check(study: Study) -> None:
     known = configs.keys()
     for name in (*study.ranges, *study.fixed):
         if name not in known:
-            near = difflib.get_close_matches(name, known)
-            hint = f"did you mean {' or '.join(near)}?" if near else "take another study"
+            hint = _hint(name, known, "take another study")
             raise errors.UsageError(
                 f"study {study.name} tunes {name}, which the config does not have; {hint}"
             )
@@ -179,12 +176,9 @@ def configure(
     tried = copy.deepcopy(config)  # A deep copy keeps the types of absent values.
     with tried.unlocked():
         for name, value in {**study.fixed, **params}.items():
-            section, _, key = name.rpartition(".")
-            part = functools.reduce(lambda c, k: c[k], section.split("."), tried)
-            part[key] = value
-        model = tried.get("model", {})
-        if "rank" in model:  # Every rank up to 0 means full rank.
-            model.rank = max(0, model.rank) if model.get("rounds") else 0
+            configs.assign(tried, name, value)
+        # Every rank up to 0 means full rank.
+        tried.model.rank = max(0, tried.model.rank) if tried.model.rounds else 0
     return tried.lock()
 
 

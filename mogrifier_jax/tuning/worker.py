@@ -24,10 +24,9 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import dyneval, methods
-from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import programs, progress, runs, train, workdirs
 from mogrifier_jax.tuning import report, storages, studies, trials
@@ -85,7 +84,7 @@ def tune_dyneval(
     with its own adapting weights.
     """
     check_numbers(num_trials, parallel)
-    evaluation_options.check(options)
+    methods.check_options(options)
     if not run:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     adapting = Adapting(run, options)
@@ -297,7 +296,7 @@ class Adapting:
         for trial, outcome in zip(asked, outcomes, strict=True):
             trial.note(temperature=temperature)
             if outcome.diverged_at is None:
-                trial.finish(outcome.nats)
+                trial.finish(outcome.mean())
             else:
                 trial.fail("diverged", methods.show_outcome(outcome))
 
@@ -332,11 +331,10 @@ class Site:
 
 def shape_of(run: runs.Run) -> Hashable:
     """What two runs must have in common to share a program: all but what is traced."""
-    values = plain_config(run.config)
-    for name in studies.TRACED:
-        section, key = name.split(".")
-        values.get(section, {}).pop(key, None)
-    del values["model"]  # The model itself has it all, and the sizes as well.
+    # The model itself has all of its section, and the sizes as well.
+    free = ("model", *studies.TRACED)
+    values = configs.flatten(plain_config(run.config))
+    values = {name: value for name, value in values.items() if not configs.is_among(name, free)}
     structure = jax.tree.structure(run.hyper)
     return repr(run.model), structure, json.dumps(values, sort_keys=True)
 

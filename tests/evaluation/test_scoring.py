@@ -13,7 +13,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.data.datasets import text as local_text
-from mogrifier_jax.evaluation import methods, options, pretrained, scoring
+from mogrifier_jax.evaluation import methods, pretrained, scoring
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
 from mogrifier_jax.training.evaluate import TokenScores
 
@@ -68,7 +68,7 @@ def workdir(trained, tmp_path):
 
 
 def make_options(**changes):
-    chosen = options.evaluation()
+    chosen = methods.default_options()
     with chosen.unlocked():
         chosen.update({"temperature": "0.9", **changes})
     return chosen

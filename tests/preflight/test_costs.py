@@ -45,15 +45,12 @@ def test_cycles_follow_the_estimates():
     assert dearer.cycles == costs.analyse(text).cycles + 15 + 7 + 1
 
 
-def test_top_and_table_name_the_dearest():
+def test_the_dearest_are_found():
     analysis = costs.analyse(read("nested_v5e"))
-    first, second = analysis.top(2)
+    first, second = sorted(analysis.costs, key=lambda cost: cost.cycles, reverse=True)[:2]
     assert (first.executions, first.cycles) == (15, 15 * 4187)
     assert first.op_name.endswith("while/body/closed_call/while/body/closed_call/dot_general")
     assert second.cycles == 7 * 4187
-    table = analysis.table(1)
-    assert first.name in table and second.name not in table
-    assert "5 trips x 3" in table and "142,639 cycles" in table
 
 
 def test_collectives_are_counted_with_their_loops():

@@ -67,7 +67,7 @@ def test_splits_cover_all_chips():
 
 
 def test_a_mesh_that_does_not_cover_is_refused():
-    with pytest.raises(errors.UsageError, match=r"8 chips of v5e:2x4; .* 8x1, 4x2, 2x4 or 1x8"):
+    with pytest.raises(errors.UsageError, match=r"all 8 devices: .* 8 x 1, 4 x 2, 2 x 4, 1 x 8"):
         targets.mesh(targets.parse("v5e:2x4"), 3, 2)
 
 

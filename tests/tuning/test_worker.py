@@ -17,7 +17,7 @@ from ml_collections import config_dict
 
 from experiments import ptb, pydoc
 from mogrifier_jax import errors
-from mogrifier_jax.evaluation import options, pretrained
+from mogrifier_jax.evaluation import methods, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, workdirs
 from mogrifier_jax.tuning import report, storages, studies, trials, worker
@@ -539,7 +539,7 @@ def _about(workdir):
 @pytest.mark.slow
 def test_dynamic_evaluation_is_tuned_on_a_trained_run(tuned):
     folder = tuned[0] / tuned[1][0].notes["folder"]
-    settings = options.evaluation()
+    settings = methods.default_options()
     with settings.unlocked():
         settings.temperature = "saved"
         settings.dyneval.update(dict(batch_size=8, max_windows=2, parallel=2))

@@ -9,7 +9,7 @@ import pytest
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import vocabulary
-from mogrifier_jax.evaluation import pretrained, sample
+from mogrifier_jax.evaluation import pretrained, trained
 from mogrifier_jax.nn import models
 from tests import quick
 
@@ -31,21 +31,22 @@ def make_sampler(level="character", initial_state=False):
         trainable_initial_state=initial_state,
     )
     params = quick.jit(model.init)(jax.random.key(1), **model.example())["params"]
-    return sample.Sampler(model, jax.tree.map(lambda p: 6 * p + 0.1, params), vocab)
+    params = jax.tree.map(lambda p: 6 * p + 0.1, params)
+    return trained.TrainedModel(pretrained.Pretrained({}, model, vocab, params, None, {}))
 
 
 def draw(sampler=None, prompt=None, **options):
-    drawn = (sampler or make_sampler()).draw(sample.Sampling(**options), prompt)
+    drawn = (sampler or make_sampler()).draw(trained.Sampling(**options), prompt)
     return np.concatenate(list(drawn), axis=1)
 
 
 def run(prompt=None, **options):
-    sample.run("runs/x", sample.Sampling(**options), prompt)
+    trained.print_samples("runs/x", trained.Sampling(**options), prompt)
 
 
 @functools.cache
 def compiled(sampler):
-    return quick.jit(functools.partial(sampler._model.apply, method="logits"))
+    return quick.jit(functools.partial(sampler.model.apply, method="logits"))
 
 
 def logits_after(ids, sampler=None):
@@ -53,7 +54,7 @@ def logits_after(ids, sampler=None):
     sampler = sampler or make_sampler()
     inputs = np.append(VOCAB.eos_id, ids).astype(np.int32)[None]
     padded = np.pad(inputs, ((0, 0), (0, 40 - inputs.shape[1])))  # One shape, one program.
-    logits, _ = compiled(sampler)({"params": sampler._params}, padded)
+    logits, _ = compiled(sampler)({"params": sampler.params}, padded)
     return np.asarray(logits[0, inputs.shape[1] - 1])
 
 
@@ -112,7 +113,7 @@ def test_only_likely_tokens_are_drawn():
 )
 def test_restrict(top_k, top_p, left):
     logits = jnp.log(jnp.array([[0.05, 0.6, 0.1, 0.25], [0.6, 0.25, 0.1, 0.05]]))
-    found = sample.Sampling(top_k=top_k, top_p=top_p).restrict(logits)
+    found = trained.Sampling(top_k=top_k, top_p=top_p).restrict(logits)
     assert np.isfinite(found).sum(-1).tolist() == [left, left]
     order = np.argsort(-logits[0])
     assert np.isfinite(found[0, order[:left]]).all()
@@ -121,7 +122,7 @@ def test_restrict(top_k, top_p, left):
 @pytest.mark.parametrize(("min_p", "left"), [(None, 4), (0.1, 3), (0.4, 2), (0.5, 1), (1.0, 1)])
 def test_min_p_leaves_tokens_by_their_share_of_the_likeliest(min_p, left):
     logits = jnp.log(jnp.array([[0.05, 0.6, 0.1, 0.25], [0.6, 0.25, 0.1, 0.05]]))
-    found = np.isfinite(sample.Sampling(min_p=min_p).restrict(logits))
+    found = np.isfinite(trained.Sampling(min_p=min_p).restrict(logits))
     assert found.sum(-1).tolist() == [left, left]
     assert found[0, np.argsort(-logits[0])[:left]].all()
 
@@ -156,7 +157,7 @@ def test_pieces_join_to_the_whole_text(level):
     whole = vocab.decode(np.concatenate([begin, rest]))
     for size in (1, 2, 5):
         drawn = [rest[None, i : i + size] for i in range(0, len(rest), size)]
-        pieces = list(sample.pieces(vocab, begin, iter(drawn)))
+        pieces = list(trained.pieces(vocab, begin, iter(drawn)))
         assert "".join(pieces) == whole
         assert len(pieces) == len(drawn) and sum(map(bool, pieces)) > 1
     assert "été\nab" in whole
@@ -166,7 +167,7 @@ def test_pieces_join_to_the_whole_text(level):
 def loaded(monkeypatch):
     """What `run` finds in any workdir."""
     sampler = make_sampler()
-    found = pretrained.Pretrained({}, sampler._model, VOCAB, sampler._params, None, {})
+    found = pretrained.Pretrained({}, sampler.model, VOCAB, sampler.params, None, {})
     monkeypatch.setattr(pretrained, "load_weights", lambda workdir: found)
 
 
@@ -213,7 +214,7 @@ def test_what_cannot_be_drawn_is_refused_at_once(loaded, options, words):
     with pytest.raises(errors.UsageError) as refused:
         prompt = options.get("prompt")
         rest = {key: value for key, value in options.items() if key != "prompt"}
-        make_sampler().draw(sample.Sampling(**rest), prompt)  # Nothing is drawn of what it gives.
+        make_sampler().draw(trained.Sampling(**rest), prompt)  # Nothing is drawn of what it gives.
     assert words in str(refused.value)
     with pytest.raises(errors.UsageError) as refused:
         run(**options)
@@ -223,15 +224,16 @@ def test_what_cannot_be_drawn_is_refused_at_once(loaded, options, words):
 def test_prompts_of_words_and_bytes():
     words, data = LEVELS["word"], LEVELS["byte"]
     with pytest.raises(errors.UsageError, match="the prompt has 'dog', which"):
-        sample.encode_prompt(words, "ab dog")
+        trained.encode_prompt(words, "ab dog")
     with pytest.raises(errors.UsageError, match="the prompt '  ' is empty"):
-        sample.encode_prompt(words, "  ")
+        trained.encode_prompt(words, "  ")
     with pytest.raises(errors.UsageError, match="the prompt has '0x7a', which"):
-        sample.encode_prompt(data, "abz")
-    assert len(sample.encode_prompt(data, "été")) == 5
+        trained.encode_prompt(data, "abz")
+    assert len(trained.encode_prompt(data, "été")) == 5
 
 
 def test_the_copy_task_cannot_be_sampled():
     model = models.EncoderDecoder(5, 4, 4)
-    with pytest.raises(errors.UsageError, match="copies sequences; only language models"):
-        sample.Sampler(model, {}, VOCAB)
+    found = pretrained.Pretrained({}, model, VOCAB, {}, None, {"workdir": "runs/x"})
+    with pytest.raises(errors.UsageError, match="runs/x copies sequences; give that of a language"):
+        trained.TrainedModel(found)
