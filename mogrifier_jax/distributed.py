@@ -4,7 +4,7 @@
 In between a thread in each process (`Watch`) tells the others through the coordinator that it is
 alive; when one falls silent or fails, the rest stop within a bounded time and say which one it
 was. Process 0 is the coordinator: if its host is lost, the runtime itself aborts the others.
-Restarting is the launcher's work, see `launch.py`; requests to stop are in `training/runtime.py`.
+Restarting is the launcher's work, see `launch.py`; requests to stop are in `training/runs.py`.
 """
 
 import contextlib

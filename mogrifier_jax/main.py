@@ -89,10 +89,10 @@ def main(argv: Sequence[str]) -> None:
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
     from mogrifier_jax import distributed, partitioning
-    from mogrifier_jax.training import progress, runtime
+    from mogrifier_jax.training import progress, runs
 
     logging.set_verbosity(logging.WARNING)  # While libraries start.
-    runtime.use_compilation_cache()
+    runs.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
     if _CPU_DEVICES.value is not None or (place is None and _MODE.value != "preflight"):

@@ -11,7 +11,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from mogrifier_jax import configs, distributed, errors, main
-from mogrifier_jax.training import progress, runtime, train
+from mogrifier_jax.training import progress, runs, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
@@ -23,7 +23,7 @@ def command(monkeypatch, capsys):
     """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(progress, "setup_logging", lambda: None)
-    monkeypatch.setattr(runtime, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(runs, "use_compilation_cache", lambda: None)
     monkeypatch.setattr(distributed, "find_place", lambda *numbers: None)
 
     def run(*arguments):

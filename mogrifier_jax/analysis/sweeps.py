@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.analysis import tables
-from mogrifier_jax.training import progress, runs, runtime, train, workdirs
+from mogrifier_jax.training import progress, runs, train, workdirs
 
 POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.
 
@@ -165,7 +165,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
     waiting, running, stopped = list(jobs), list[tuple[Job, Any, Any]](), list[Job]()
     free = share_cores(parallel)
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(runtime.StopRequests())
+        stop = stack.enter_context(runs.StopRequests())
         stack.callback(terminate, running)  # When all went well, none is running by then.
         while waiting or running:
             if stop.requested():
