@@ -85,7 +85,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "log_every": Key(int, 20, low=1, high=10**6),  # Steps; also how many run in one dispatch.
     },
     "data": {
-        "name": Key(str, required=True),  # One of corpora.NAMES, or a task of tasks.GENERATED.
+        "name": Key(str, required=True),  # A corpus, or a task of tasks.GENERATED.
         "batch_size": Key(int, low=1, high=10**6, required=True),  # Global: over all devices.
         "window": Key(int, low=1, high=10**6, required=True),  # Steps of backpropagation.
         "episodic": Key(bool, False),  # Whether each line stands alone.
@@ -97,7 +97,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "path": Key(str),  # text: one file,
         "fractions": Key(tuple),  # cut into train, valid and test by these shares of its lines,
         **dict.fromkeys(("train", "valid", "test"), Key(str)),  # or three files.
-        "level": Key(str, choices="data.vocabulary.LEVELS"),
+        "level": Key(str, choices="data.corpora.LEVELS"),
         "encoding": Key(str),
         "length": Key(int, low=1, high=10**5),  # reverse_copy: of the sequences,
         "vocab_size": Key(int, low=1, high=10**7),  # and how many words there are.

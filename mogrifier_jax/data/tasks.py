@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import streams, vocabulary
+from mogrifier_jax.data import corpora, streams
 
 # What a token is, and the unit that people read its cross-entropy in.
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 class Task(NamedTuple):
     """See the module's docstring."""
 
-    vocabulary: vocabulary.Vocabulary
+    vocabulary: corpora.Vocabulary
     unit: str  # What a token is: "word", "character" or "byte".
     carries: bool
     stream: Any
@@ -85,15 +85,13 @@ def make_task(
     del drop_state_probability  # The train step reads it.
     if name in GENERATED:
         return GENERATED[name](mesh, batch_size, **options)
-    from mogrifier_jax.data import corpora  # Its libraries are not needed to use a trained model.
-
     corpus = corpora.load_corpus(name, **options)
     make = _line_task if episodic else _stream_task
     return make(corpus, key, mesh, batch_size, window)
 
 
 def plan_text(
-    encoded: vocabulary.EncodedSplit,
+    encoded: corpora.EncodedSplit,
     eos_id: int,
     num_stripes: int,
     window: int,
@@ -262,7 +260,7 @@ def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     shared = dict(
-        tokens=leaf(size.tokens, dtype=vocabulary.smallest_dtype(size.vocabulary)),
+        tokens=leaf(size.tokens, dtype=corpora.smallest_dtype(size.vocabulary)),
         key=leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype),
         eos=leaf(),
     )
@@ -312,8 +310,6 @@ def _find_size(section: Mapping[str, Any]) -> Size:
     """From the table, or of the corpus itself, which is then read."""
     if section["name"] in SIZES:
         return SIZES[section["name"]]
-    from mogrifier_jax.data import corpora
-
     corpus = corpora.load_corpus(section["name"], **corpus_options(section))
     splits = (corpus.train, corpus.valid)
     counts = (count for split in splits for count in (len(split.tokens), len(split.line_starts)))

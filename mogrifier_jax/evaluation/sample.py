@@ -16,7 +16,7 @@ import numpy as np
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.configs import SEED, Key
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
 
@@ -67,7 +67,7 @@ LIMITS = {
 class Sampler:
     """Draws from one model; compiles for a number of samples, whatever prompt and length."""
 
-    def __init__(self, model: Any, params: Any, vocab: vocabulary.Vocabulary):
+    def __init__(self, model: Any, params: Any, vocab: corpora.Vocabulary):
         if isinstance(model, models.EncoderDecoder):
             raise errors.UsageError(
                 "this run copies sequences; only language models can be sampled from"
@@ -150,7 +150,7 @@ def restrict(logits: jax.Array, top_k: int | None, top_p: float | None) -> jax.A
     return logits
 
 
-def encode_prompt(vocab: vocabulary.Vocabulary, prompt: str | None) -> np.ndarray:
+def encode_prompt(vocab: corpora.Vocabulary, prompt: str | None) -> np.ndarray:
     """The ids of a prompt; one that is empty, or has what the vocabulary lacks, is refused."""
     if prompt is None:
         return np.zeros(0, np.int32)
@@ -185,7 +185,7 @@ def run(workdir: str, sampling: Sampling = DEFAULTS, prompt: str | None = None) 
         show(vocab, begin, iter([ids[None]]))
 
 
-def show(vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterator[np.ndarray]) -> None:
+def show(vocab: corpora.Vocabulary, begin: np.ndarray, drawn: Iterator[np.ndarray]) -> None:
     """Prints the first sample as it comes, with the prompt before it."""
     for piece in pieces(vocab, begin, drawn):
         print(piece, end="", flush=True)
@@ -193,7 +193,7 @@ def show(vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterator[np.nda
 
 
 def pieces(
-    vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterator[np.ndarray]
+    vocab: corpora.Vocabulary, begin: np.ndarray, drawn: Iterator[np.ndarray]
 ) -> Iterator[str]:
     """The text of the first sample, as far as each dispatch brings it."""
     # The line that is not complete is decoded anew each time: words need the spaces between

@@ -27,7 +27,7 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.evaluation import options as evaluation_options
 from mogrifier_jax.nn import models
@@ -299,7 +299,7 @@ def show(nats: float | None, unit: str) -> str:
 def write_tokens(
     path: str | os.PathLike,
     scores: evaluate.TokenScores,
-    vocab: vocabulary.Vocabulary | str,
+    vocab: corpora.Vocabulary | str,
     **about: Any,
 ) -> None:
     """Writes a file of scores, whole or not at all; `vocab` may be its digest."""
@@ -354,7 +354,7 @@ def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, 
     return evaluate.TokenScores(first.tokens, nats.astype(np.float32)), means, about["vocabulary"]
 
 
-def digest_vocabulary(vocab: vocabulary.Vocabulary) -> str:
+def digest_vocabulary(vocab: corpora.Vocabulary) -> str:
     """Tells vocabularies apart."""
     return hashlib.sha256(vocab.to_json().encode()).hexdigest()
 

@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained, sample
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import checkpoints, metrics
@@ -83,7 +83,7 @@ class TrainedModel:
                 "model"
             )
         self.config: config_dict.ConfigDict = loaded.config
-        self.vocabulary: vocabulary.Vocabulary = loaded.vocabulary
+        self.vocabulary: corpora.Vocabulary = loaded.vocabulary
         self.model: models.LanguageModel = model
         self.params: Any = loaded.params
         self.temperature: float = loaded.temperature or 1.0  # The logit scale of scores.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax.data import corpora, tasks, vocabulary
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
@@ -16,7 +16,7 @@ class Small:
     """A model with a task on a text of a few lines."""
 
     def __init__(self, patch):
-        vocab = vocabulary.Vocabulary.from_text(TEXT, "character")
+        vocab = corpora.Vocabulary.from_text(TEXT, "character")
         split = vocab.encode_split(TEXT)
         self.tokens, self.eos = split.tokens, vocab.eos_id
         corpus = corpora.Corpus("text", "character", vocab, split, split, split)
