@@ -60,7 +60,7 @@ def trained(monkeypatch):
         ([TINY, "--config.model.roundz=3"], "no such key: 'roundz'. Did you mean \"rounds\""),
         ([TINY, "--config.modle.rounds=3"], "no such key: 'modle'. Did you mean \"model\""),
         ([TINY, "--mode=config", "--config.model.rounds=1000000"], "model.rounds 1000000 must be"),
-        ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be a finite number"),
+        ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be from 0.1 to 86400"),
         (["--mode=evaluate", "--eval.window=0"], "eval.window 0 must be at least 1, or left out"),
         ([TINY, "--config.model.rounds.x=3"], "model.rounds.x"),
         ([TINY, "--config.model.rounds=three"], "--config.model.rounds=three: invalid literal"),

@@ -173,11 +173,6 @@ def _put(leaf, sharding: NamedSharding) -> jax.Array:
         data = _put(np.asarray(jax.random.key_data(leaf)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     leaf = np.asarray(leaf)
-    if len(sharding.spec) and leaf.shape[0] % sharding.mesh.shape["data"]:
-        raise errors.UsageError(
-            f"batch_size {leaf.shape[0]} is not a multiple of the data axis "
-            f"({sharding.mesh.shape['data']}); change either"
-        )
     return jax.make_array_from_callback(leaf.shape, sharding, lambda part: leaf[part])
 
 

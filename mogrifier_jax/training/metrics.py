@@ -147,9 +147,9 @@ class MetricWriter:
                     self._board.add_scalar(f"{group}/{key}", value, record["step"])
 
 
-def read_metrics(workdir: str | os.PathLike, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The records so far; a last line that is still being written is left out."""
-    path = pathlib.Path(workdir) / name
+    path = pathlib.Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return []
     records = []
@@ -158,8 +158,8 @@ def read_metrics(workdir: str | os.PathLike, name: str = "metrics.jsonl") -> lis
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        wanted = {"step"} if name == "speed.jsonl" else {"step", "kind"}
-        if isinstance(record, dict) and wanted <= record.keys() and type(record["step"]) is int:
+        whole = isinstance(record, dict) and {"step", "kind"} <= record.keys()
+        if whole and type(record["step"]) is int:
             records.append(record)
         else:
             logging.warning("%s: this is not a record, left out: %r", path, line[:80])
