@@ -216,9 +216,8 @@ class Vocabulary:
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
     """The smallest dtype that holds every id."""
-    return np.dtype(
-        np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
-    )
+    fits = [dtype for dtype in (np.uint8, np.uint16) if vocab_size <= np.iinfo(dtype).max + 1]
+    return np.dtype(fits[0] if fits else np.int32)
 
 
 def check_level(level: str) -> None:

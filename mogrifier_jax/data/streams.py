@@ -6,8 +6,8 @@ rounds of the shuffle. The ids of a split lie on every device and the stripes ov
 
 Streams carry state: all training stripes consume T tokens a window. Examples (lines, or the reverse
 copy task) stand alone: training goes through all of them in a new order each epoch, batches running
-across the ends of epochs; the order is a keyed permutation, computed entry by entry. In both the
-index alone is the position that a run saves.
+across the ends of epochs; the order is a keyed permutation, computed entry by entry. The index
+alone is the position in either, and all that a run saves of it.
 """
 
 import dataclasses
@@ -93,8 +93,9 @@ def train_window(stream: TrainStream, index: jax.Array | int, *, window: int) ->
     """The window at this index: B rows of T tokens, always full."""
     total = stream.tokens.shape[0]
     turn, offset = divmod_product(index, window, total)
-    # One token earlier, as each input is the target before it.
-    turn, offset = jnp.where(offset > 0, turn, turn - 1), jnp.where(offset > 0, offset, total) - 1
+    # One token earlier, as each input is the target before it; that may be the end of a pass.
+    turn = jnp.where(offset > 0, turn, turn - 1)
+    offset = jnp.where(offset > 0, offset, total) - 1
     steps = offset + jnp.arange(window + 1)
     num_turns = (total - 1 + window) // total + 1
     firsts = _first_tokens(stream, turn + jnp.arange(num_turns, dtype=jnp.uint32))  # [B, K]
@@ -160,11 +161,14 @@ def place(stream_type: type[Stream], mesh: Mesh | None, **arrays) -> Stream:
     """Puts stripes over the mesh axis "data", the rest on every device; each process its own."""
     if mesh is None:
         return stream_type(**jax.tree.map(jnp.asarray, arrays))
-    over_data, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+    over_data = NamedSharding(mesh, PartitionSpec("data"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
     per_stripe = {"stripes", "bases", "begins", "ends"}
-    return stream_type(
-        **{k: _put(a, over_data if k in per_stripe else everywhere) for k, a in arrays.items()}
-    )
+    placed = {
+        name: _put(array, over_data if name in per_stripe else everywhere)
+        for name, array in arrays.items()
+    }
+    return stream_type(**placed)
 
 
 def _put(leaf, sharding: NamedSharding) -> jax.Array:

@@ -127,7 +127,7 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
 
 
 def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
-    """Lays examples that stand alone over the mesh axis "data"; no carry pulls them there."""
+    """Splits examples over the mesh axis "data"; where state is carried, its place does that."""
     if mesh is None or mesh.shape["data"] == 1:
         return batch_at
     over_data = NamedSharding(mesh, PartitionSpec("data"))

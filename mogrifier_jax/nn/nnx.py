@@ -3,9 +3,9 @@
     cell = mogrifier_jax.nnx.MogrifierLSTMCell(32, 64, rounds=5, rank=16, rngs=nnx.Rngs(0))
     ys = mogrifier_jax.nnx.RNN(cell)(xs)  # [batch, time, 32] to [batch, time, 64]
 
-A shell holds the parameters, as `nnx.Param`s under the names that they have in linen, and the
-module of linen, without any, which knows the initial values and the mathematics. So there is one
-of each, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen cell.
+A shell holds the parameters, as `nnx.Param`s under the names that they have in linen. It also holds
+a linen module without parameters, which knows the initial values and the mathematics. So both are
+written once, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen cell.
 """
 
 import dataclasses

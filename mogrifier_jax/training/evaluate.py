@@ -1,9 +1,9 @@
 """A text scored in order without dropout, and the evaluation before each turn.
 
 Axes: W windows of one dispatch, K logit scales, B stripes, T time, N tokens of the text. A pass
-runs in dispatches of W windows, so that it can show its running score; how many of them are
-wanted is traced, which spares a second program for the last ones. Every pass is driven from
-here. `montecarlo.py` averages over dropout masks, `dyneval.py` adapts the weights on the way.
+runs in dispatches of W windows, so that it can show its running score. How many windows are
+wanted is traced, so the last dispatch, which has fewer, needs no program of its own. Every pass is
+driven from here. `montecarlo.py` averages over dropout masks, `dyneval.py` adapts the weights.
 
 A logit scale multiplies the logits: it is lamb's softmax temperature, and records call it
 "temperature".
@@ -90,8 +90,8 @@ class Found(NamedTuple):
 class Deterministic:
     """Scores weights without dropout; compiles once for any weights and for each K.
 
-    Sums have a program of their own: beside the nats of all tokens XLA may add them up in
-    another order, and what training records must not depend on who else looks.
+    Sums have a program of their own. In the program that also returns the nats of all tokens XLA
+    may add them up in another order, and then training would record other numbers.
     """
 
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):

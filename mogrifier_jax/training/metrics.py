@@ -47,7 +47,10 @@ class Sum(NamedTuple):
 
 def perplexity(nats: float) -> float:
     """Perplexity of a cross-entropy in nats; inf rather than an overflow."""
-    return math.exp(nats) if nats < 700 else math.inf if nats == nats else math.nan
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def bits(nats: float) -> float:
@@ -57,7 +60,9 @@ def bits(nats: float) -> float:
 
 def in_unit(nats: float, unit: str) -> float:
     """A cross-entropy in the unit that people read it in: "ppl", "bpc", "bpb", or "nats"."""
-    return nats if unit == "nats" else perplexity(nats) if unit == "ppl" else bits(nats)
+    if unit == "nats":
+        return nats
+    return perplexity(nats) if unit == "ppl" else bits(nats)
 
 
 # What the units stand for.

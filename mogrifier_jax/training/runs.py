@@ -101,8 +101,7 @@ def make_run(
     configs.check(config)
     mesh = mesh or make_mesh(config)
     optimizer = dict(config.optimizer)
-    names = ("learning_rate", "l2_penalty")
-    learning_rate, l2_penalty = (optimizer.pop(name) for name in names)
+    learning_rate, l2_penalty = optimizer.pop("learning_rate"), optimizer.pop("l2_penalty")
     accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
     groups = accumulation["accumulate"]
     optimizer = steps.make_optimizer(**optimizer)
@@ -125,7 +124,10 @@ def make_run(
 
 
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
-    """The mesh of a config; of CPU cores that no user counted, as many as divide the batch."""
+    """The mesh of a config.
+
+    If `use_cores` chose the number of devices, the batch is split over as many as divide it.
+    """
     mesh = partitioning.make_mesh(**config.mesh)
     if config.mesh.data == -1 and partitioning.counted_cores():
         batch_size = config.data.batch_size // config.optimizer.accumulate
@@ -236,7 +238,7 @@ class StopRequests:
 
     With `jax.distributed` the runtime itself listens for SIGTERM and makes every process stop at
     the same call. Without it SIGTERM and the first Ctrl-C are caught here; a second Ctrl-C
-    interrupts at once. Within one that listens already, `with` gives that one.
+    interrupts at once. An inner `with` gives the object of the outer one.
     """
 
     _listening: "StopRequests | None" = None
@@ -280,7 +282,5 @@ class StopRequests:
         if self._signal == signal.SIGINT == number:
             raise KeyboardInterrupt
         self._signal = number
-        logging.warning(
-            "%s: saving and stopping%s",
-            *(signal.Signals(number).name, "; again to stop at once" * (number == signal.SIGINT)),
-        )
+        hint = "; again to stop at once" if number == signal.SIGINT else ""
+        logging.warning("%s: saving and stopping%s", signal.Signals(number).name, hint)

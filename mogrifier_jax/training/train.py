@@ -154,7 +154,7 @@ class Book:
 
     @property
     def stop(self) -> schedule.Stop | None:
-        """Why the run has come to its end, if it has; asked of what is saved, it stays there."""
+        """Why the run has ended, or None; it follows from what is saved, also after a resume."""
         return schedule.should_stop(self.done, self.run.rules) if self.done.history else None
 
     @property
@@ -299,9 +299,7 @@ class Loop:
     def active(self) -> list[int]:
         """Which runs go on."""
         return [
-            i
-            for i, book in enumerate(self.books)
-            if self.outcomes[i] is None and not (book.done.history and book.stop)
+            i for i, book in enumerate(self.books) if self.outcomes[i] is None and not book.stop
         ]
 
     def train(self, state: Any) -> None:
