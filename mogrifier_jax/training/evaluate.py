@@ -21,6 +21,7 @@ import numpy as np
 import tqdm
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
+from ml_collections import config_dict
 
 from mogrifier_jax import partitioning
 from mogrifier_jax.data import tasks
@@ -301,20 +302,11 @@ class Scores(NamedTuple):
     temperature: float  # The logit scale.
 
 
-class Settings(NamedTuple):
-    """`config.evaluation`; `configs.py` has the limits."""
-
-    softmax_temperature: float | None = None  # Searched unless set.
-    temperature_tokens: int = 50_000
-    lines_per_stripe: int = 100
-    train_windows: int = 20
-    max_windows: int | None = None  # Of validation and test data; all unless set.
-
-
 class TurnEvaluation:
     """The evaluation before each turn, in lamb's order: training data, temperature, validation.
 
     Args:
+      settings: `config.evaluation`.
       make: makes the passes; those of N stacked runs give N scores.
     """
 
@@ -322,7 +314,7 @@ class TurnEvaluation:
         self,
         model: Any,
         task: tasks.Task,
-        settings: Settings,
+        settings: config_dict.ConfigDict,
         *,
         batch_size: int,
         window: int,

@@ -36,7 +36,6 @@ class Run(NamedTuple):
     program: steps.Program
     hyper: steps.Hyperparameters
     rules: schedule.Rules
-    evaluation: evaluate.Settings
 
     @property
     def batch_size(self) -> int:
@@ -64,7 +63,7 @@ class Run(NamedTuple):
         return evaluate.TurnEvaluation(
             self.model,
             self.task,
-            self.evaluation,
+            self.config.evaluation,
             batch_size=self.batch_size // self.program.accumulate,
             window=self.config.data.window,
             **options,
@@ -107,7 +106,6 @@ def make_run(
     optimizer = steps.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule, **averaging_rules(config.averaging))
     average = schedule.make_averaging(config.averaging.kind)
-    evaluation = evaluate.Settings(**config.evaluation)
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
@@ -120,7 +118,7 @@ def make_run(
     drop_state = config.data.drop_state_probability
     hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
     program = steps.Program(model, optimizer, average, task.batch_at, **accumulation)
-    return Run(config, mesh, task, model, program, hyper, rules, evaluation)
+    return Run(config, mesh, task, model, program, hyper, rules)
 
 
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
