@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     num_windows: int
     batch_size: int
     carries: bool  # Whether the state goes on from window to window.
-    mesh: Mesh | None = None  # Where batches lie, if the stream does not tell.
+    mesh: Mesh | None = None  # Where stream and batches lie; None: on one device.
 
 
 class Task(NamedTuple):
@@ -105,6 +105,7 @@ def plan_text(
         streams.num_windows(encoded, num_stripes, window=window),
         stream.begins.shape[0],
         carries=True,
+        mesh=mesh,
     )
 
 
@@ -154,6 +155,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
             -(-len(encoded.line_starts) // size),
             size,
             carries=False,
+            mesh=mesh,
         )
 
     train_lines = functools.partial(streams.train_lines, batch_size=batch_size, window=longest)
@@ -286,13 +288,13 @@ def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
         if episodic:
             evaluated = streams.LineStream(bounds=leaf(lines + 1), **text)
             cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
-            return Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, carries=False)
+            return Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, False, mesh)
         stripes = num_stripes + -num_stripes % mesh.shape["data"]
         ends = leaf(stripes, axes=["data"])
         evaluated = streams.EvalStream(text["tokens"], begins=ends, ends=ends, eos=text["eos"])
         cut = functools.partial(streams.eval_window, window=window)
         # Stripes are taken to be equally long; real ones end with a line.
-        return Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True)
+        return Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True, mesh)
 
     return Task(
         words,

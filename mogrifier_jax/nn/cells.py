@@ -11,6 +11,8 @@ h) and 1 / (1 - rate): they apply to h as the gates read it, never to the stored
 
 `params` is a nested dict whose matrices are multiplied in `project` alone. That is what
 lets `recurrence.py` put its own objects in their place and take over the matmuls.
+
+LIMITS are those of the numbers that a cell is made with.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from mogrifier_jax import errors
 
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
-# Of the numbers among a cell's fields, both included; those with whole limits are whole.
+# Lowest and highest value of a cell's fields; those with whole limits are whole numbers.
 LIMITS: dict[str, tuple[float, float]] = {
     "hidden_size": (1, 10**6),
     "rounds": (0, 100),

@@ -1,7 +1,9 @@
 """LanguageModel and EncoderDecoder: embed, recurrent stack, softmax, nats per token.
 
 Axes: B batch, T time, E embedding (input and output alike), H hidden, V vocabulary. Tokens and
-results are [B, T]; inside, time comes first, as the recurrence wants it.
+results are [B, T]; inside, time comes first, as the recurrence wants it. `make_model` finds E and H
+for a budget of parameters; the formulas that count them restate the shapes that `layers.py` and
+`softmax.py` create, and the tests hold the two together.
 """
 
 import dataclasses
@@ -339,7 +341,7 @@ def solve_hidden_size(budget: int, make: Callable[[int], Any]) -> int:
 
 
 def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
-    """How many trainable scalars each part has, by formula: bisection must not trace models."""
+    """How many trainable scalars each part has, by formula: to trace a model takes too long."""
     v, h, e = model.vocab_size, model.hidden_size, model.embedding_size
     # The cell is asked for its options alone.
     cell = layers.find_cell(model.cell)(1, **dict(model.cell_options))

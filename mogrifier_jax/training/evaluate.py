@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from absl import logging
-from jax.sharding import Mesh, NamedSharding
 from ml_collections import config_dict
 
 from mogrifier_jax import partitioning
@@ -74,8 +73,7 @@ def read_targets(plan: tasks.Plan) -> Targets:
     def read(stream):
         return jax.lax.map(lambda index: at(index, stream), jnp.arange(plan.num_windows))
 
-    mesh = mesh_of(plan)
-    everywhere = mesh and partitioning.replicated(mesh)
+    everywhere = plan.mesh and partitioning.replicated(plan.mesh)
     tokens, valid = map(np.asarray, jax.jit(read, out_shardings=everywhere)(plan.stream))
     return Targets(tokens, valid, plan.carries)
 
@@ -147,7 +145,7 @@ class Deterministic:
     def _jit(self, run):
         zeros = functools.partial(zero_carry, self.model, self.plan)
         everywhere = in_place = None
-        if mesh := mesh_of(self.plan):
+        if mesh := self.plan.mesh:
             everywhere = partitioning.replicated(mesh)
             # Placed the same before and after a dispatch, or else it would be compiled twice.
             in_place = partitioning.shardings({"carry": jax.eval_shape(zeros)}, mesh)["carry"]
@@ -261,17 +259,6 @@ def zero_carry(model: Any, plan: tasks.Plan) -> Any:
     return jax.tree.map(jnp.copy, model.zero_carry(plan.batch_size)) if plan.carries else ()
 
 
-def mesh_of(plan: tasks.Plan) -> Mesh | None:
-    """Where the plan's stripes lie, if on a mesh."""
-    if plan.mesh is not None:
-        return plan.mesh
-    for leaf in jax.tree.leaves(plan.stream):
-        if isinstance(leaf.sharding, NamedSharding):
-            mesh: Any = leaf.sharding.mesh
-            return mesh
-    return None
-
-
 def search_temperature(
     evaluate: Callable[[tuple[float, ...]], Sequence[float]], at_once: int = AT_ONCE
 ) -> float:
@@ -334,9 +321,9 @@ class TurnEvaluation:
         fixed = self._settings.softmax_temperature
         scales = self.search_temperatures(params) if fixed is None else np.full(train.shape, fixed)
         valid = self.score("valid", params, scales)
-        found = zip(*map(np.ravel, (train, valid, scales)), strict=True)
-        scores = [Scores(*map(float, each)) for each in found]
-        return scores if np.ndim(train) else scores[0]
+        if np.ndim(train) == 0:
+            return Scores(float(train), float(valid), float(scales))
+        return [Scores(*map(float, each)) for each in zip(train, valid, scales, strict=True)]
 
     def search_temperatures(self, params: Any) -> np.ndarray:
         """Each run's own logit scale; they walk down the grid together."""
@@ -367,7 +354,7 @@ class TurnEvaluation:
 def mean_nats(run: Deterministic, params: Any, logit_scale: Any, *args: Any) -> Any:
     """Nats per token at one logit scale, or at that of each stacked run."""
     found = run.sums(params, np.asarray(logit_scale)[..., None], *args)
-    return (found.total / found.count)[..., 0][()]
+    return (found.total / found.count)[..., 0][()]  # [()]: a number if there are no axes.
 
 
 def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:

@@ -209,15 +209,15 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
         "picture": "learning_curve.png",
     }
     paths = [(label, os.path.join(workdir, name)) for label, name in files.items()]
+    scores = []
+    for split in ("valid", "test"):
+        nats = results[f"{split}_nats"]
+        scores.append((split, f"{nats:.4f} nats, {metrics.show(nats, unit)}"))
     sections = {
         "result": [
             ("best turn", f"{results['best_turn']}, step {results['step']:,}"),
             ("temperature", f"{results['temperature']:.2f}"),
-            *(
-                (split, f"{nats:.4f} nats, {metrics.show(nats, unit)}")
-                for split in ("valid", "test")
-                for nats in (results[f"{split}_nats"],)
-            ),
+            *scores,
         ],
         "saved": [(label, path) for label, path in paths if os.path.exists(path)],
     }
@@ -226,9 +226,8 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
 
 def mebibytes(tree: Any) -> str:
     """How much memory the arrays take, all copies on all devices counted once."""
-    return (
-        f"{sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 2**20:,.1f} MiB"
-    )
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
