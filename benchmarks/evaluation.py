@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.evaluation import dyneval, montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -63,7 +63,7 @@ def make_model(size: Size):
 def make_plan(size: Size) -> tasks.Plan:
     """One stream of random tokens."""
     ids = np.random.default_rng(1).integers(0, size.vocab, size.tokens)
-    split = vocabulary.EncodedSplit(ids.astype(np.int32), np.array([0]))
+    split = corpora.EncodedSplit(ids.astype(np.int32), np.array([0]))
     return tasks.plan_text(split, 0, 1, size.window)
 
 

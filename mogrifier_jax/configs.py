@@ -85,7 +85,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "log_every": Key(int, 20, low=1, high=10**6),  # Steps; also how many run in one dispatch.
     },
     "data": {
-        "name": Key(str, required=True),  # One of corpora.NAMES, or a task of tasks.GENERATED.
+        "name": Key(str, required=True),  # A corpus, or a task of tasks.GENERATED.
         "batch_size": Key(int, low=1, high=10**6, required=True),  # Global: over all devices.
         "window": Key(int, low=1, high=10**6, required=True),  # Steps of backpropagation.
         "episodic": Key(bool, False),  # Whether each line stands alone.
@@ -97,7 +97,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "path": Key(str),  # text: one file,
         "fractions": Key(tuple),  # cut into train, valid and test by these shares of its lines,
         **dict.fromkeys(("train", "valid", "test"), Key(str)),  # or three files.
-        "level": Key(str, choices="data.vocabulary.LEVELS"),
+        "level": Key(str, choices="data.corpora.LEVELS"),
         "encoding": Key(str),
         "length": Key(int, low=1, high=10**5),  # reverse_copy: of the sequences,
         "vocab_size": Key(int, low=1, high=10**7),  # and how many words there are.
@@ -190,7 +190,7 @@ def keys() -> dict[str, Key]:
 
 def _cell_keys() -> dict[str, Key]:
     """The fields of the cells; where cells differ in a default, None stands for the cell's own."""
-    from mogrifier_jax.nn import layers, sizing  # Not needed to read sets or the paper's numbers.
+    from mogrifier_jax.nn import cells, layers  # Not needed to read sets or the paper's numbers.
 
     kinds: dict[str, type] = {}
     defaults: dict[str, set[Any]] = {}
@@ -204,7 +204,7 @@ def _cell_keys() -> dict[str, Key]:
                 default = fixed.get(field.name, field.default)
                 defaults.setdefault(field.name, set()).add(default)
     shared = {n: next(iter(found)) if len(found) == 1 else None for n, found in defaults.items()}
-    return {n: Key(k, shared[n], *sizing.LIMITS.get(n, ())) for n, k in kinds.items()}
+    return {n: Key(k, shared[n], *cells.LIMITS.get(n, ())) for n, k in kinds.items()}
 
 
 def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:

@@ -4,13 +4,12 @@
 In between a thread in each process (`Watch`) tells the others through the coordinator that it is
 alive; when one falls silent or fails, the rest stop within a bounded time and say which one it
 was. Process 0 is the coordinator: if its host is lost, the runtime itself aborts the others.
-Restarting is the launcher's work, see `launch.py`; requests to stop are in `training/runtime.py`.
+Restarting is the launcher's work, see `launch.py`; requests to stop are in `training/runs.py`.
 """
 
 import contextlib
 import errno
 import os
-import pathlib
 import re
 import selectors
 import socket
@@ -29,7 +28,7 @@ from mogrifier_jax import errors
 
 RESTART = errors.Interrupted.exit_code
 _LONGEST = 1000  # Bytes of a message of the roll call.
-_GRACE = 10.0  # Seconds that others have to notice, before a process that failed is gone.
+_GRACE = 10.0  # Seconds that a process which failed stays, so that the others learn why.
 
 
 class PeerLost(errors.Interrupted):
@@ -125,10 +124,9 @@ def _require_numbers(environment: Mapping[str, str], *names: str) -> None:
 
 def _on_tpu_host(environment: Mapping[str, str]) -> bool:
     """Whether TPU chips are here and meant to be used."""
-    wanted = "cpu" not in environment.get("JAX_PLATFORMS", "")
-    return wanted and any(
-        map(pathlib.Path.exists, map(pathlib.Path, ("/dev/accel0", "/dev/vfio/0")))
-    )
+    if "cpu" in environment.get("JAX_PLATFORMS", ""):
+        return False
+    return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
 
 
 @contextlib.contextmanager
@@ -275,7 +273,7 @@ def roll_call(place: Place, timeout: float) -> None:
 def _call(place: Place, end: float, timeout: float) -> None:
     """Process 0: notes who comes, and tells all of them the outcome.
 
-    Whoever says nothing, too much or what no member says is left out and harms nobody.
+    A guest that sends nothing, too much, or another text than a member is left out.
     """
     members: dict[int, socket.socket] = {}
     expected = set(range(1, place.num_processes))  # type: ignore[arg-type]
@@ -333,7 +331,10 @@ def _tell(guest: socket.socket, problem: str) -> None:
 
 
 def _listen(place: Place) -> socket.socket:
-    """A server at the coordinator's address; at all of this host's where that is not its own."""
+    """A server at the coordinator's address, or at all of this host's addresses.
+
+    The coordinator's address is not this host's own where a service stands in front of it.
+    """
     host, port = _address(place)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -343,7 +344,7 @@ def _listen(place: Place) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-        return socket.create_server(("", port), backlog=128)  # Of a service in front of it.
+        return socket.create_server(("", port), backlog=128)
     except OSError as error:
         raise errors.UsageError(
             f"process 0 cannot listen at {host}:{port} ({error.strerror}); give --coordinator the "
@@ -383,5 +384,6 @@ def _not_all(problem: str, place: Place) -> str:
     )
 
 
-def _name(processes: Sequence[int | str]) -> str:
-    return f"process{'es' * (len(processes) != 1)} {', '.join(map(str, processes))}"
+def _name(processes: Sequence[int]) -> str:
+    noun = "process" if len(processes) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, processes))}"

@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, least, most in LIMITS:
         if not least <= getattr(options, name) <= most:
             parser.error(f"--{name} {getattr(options, name)} is not from {least} to {most}")
-    flags = options.flags[options.flags[:1] == ["--"] :]
+    flags = options.flags
+    if flags[:1] == ["--"]:
+        flags = flags[1:]
     launcher = Launcher(options.processes, options.devices, options.grace)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, launcher.stop)

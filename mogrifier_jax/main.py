@@ -83,8 +83,6 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
 _PEER_TIMEOUT = flags.DEFINE_float("peer_timeout", 60.0, "Seconds until a process counts as lost.")
 
-PEER_TIMEOUT = configs.Key(float, 60.0, above=0.0, high=1e6)
-
 
 def main(argv: Sequence[str]) -> None:
     """Runs a mode; errors that are meant for people end with a message, not a traceback."""
@@ -92,20 +90,17 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UsageError(f"{argv[1]!r} is not a flag; write --name=value")
     if _MODE.value not in MODES:
         raise errors.UsageError(f"--mode={_MODE.value} is not known; use {', '.join(MODES)}")
-    reason = PEER_TIMEOUT.refusal(_PEER_TIMEOUT.value)
-    if reason:
-        raise errors.UsageError(f"--peer_timeout {_PEER_TIMEOUT.value} {reason}")
     if _MODE.value == "config":
         return show_config()
     if _MODE.value == "preflight":
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
     from mogrifier_jax import distributed, partitioning
-    from mogrifier_jax.training import progress, runtime
+    from mogrifier_jax.training import progress, runs
 
     logging.set_verbosity(logging.WARNING)  # While libraries start.
-    runtime.check_flags()
-    runtime.use_compilation_cache()
+    runs.check_flags()
+    runs.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
     if _CPU_DEVICES.value is not None or (place is None and _MODE.value != "preflight"):

@@ -69,12 +69,12 @@ def _named_count() -> bool:
 
 
 def counted_cores() -> bool:
-    """Whether the devices are CPU cores and nobody but `use_cores` chose their number."""
+    """Whether the devices are CPU cores whose number `use_cores` chose, not the user."""
     return _counted_cores and jax.default_backend() == "cpu"
 
 
 def usable_cores() -> list[int]:
-    """The cores this process may run on, no more of them than its container has time for."""
+    """The cores that this process may run on, at most as many as its container's quota grants."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:
@@ -102,9 +102,8 @@ def _quota_of(group: pathlib.Path) -> float:
         if (group / "cpu.max").exists():
             limit, period = (group / "cpu.max").read_text().split()
         else:
-            limit, period = (
-                (group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
-            )
+            limit = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text().strip()
         return math.inf if limit in ("max", "-1") else int(limit) / int(period)
     return math.inf
 
@@ -112,7 +111,7 @@ def _quota_of(group: pathlib.Path) -> float:
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
     """A mesh over all devices; -1 takes what the other axis leaves.
 
-    Of CPU cores that nobody counted, sizes without -1 take as many as they need.
+    If `use_cores` chose the number of devices, sizes without -1 take only those that they need.
     """
     if devices is None and -1 not in (data, model) and counted_cores():
         devices = jax.devices()[: max(1, data * model)]

@@ -30,7 +30,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Files that take long begin first, so that no core is idle at the end.
 LONGEST = (
     *("test_distributed", "test_golden_run", "test_worker", "test_train", "test_notebooks"),
-    *("test_runtime", "test_stacked", "test_hostile", "test_sweeps", "test_packaging"),
+    *("test_runs", "test_stacked", "test_hostile", "test_sweeps", "test_packaging"),
     *("test_examples", "test_explore", "test_rnn", "test_partitioning", "test_dyneval"),
 )
 

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.nn import sizing
+from mogrifier_jax.nn import models
 from mogrifier_jax.training import schedule, steps
 from tests import resolved_configs
 
@@ -131,13 +131,7 @@ def test_values_are_the_published_ones(name):
 
 
 def hidden_size(config, vocab_size):
-    names = ("cell", "num_layers", "rounds", "rank", "tied_embeddings", "mixture_components")
-    return sizing.solve_hidden_size(
-        config.model.num_params,
-        vocab_size=vocab_size,
-        embedding_ratio=config.model.embedding_ratio,
-        **{name: config.model[name] for name in names},
-    )
+    return models.make_model(vocab_size, **config.model).hidden_size
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -19,7 +19,7 @@ import pytest
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import pretrained, scoring
-from mogrifier_jax.training import checkpoints, metrics, runs, runtime, train, workdirs
+from mogrifier_jax.training import checkpoints, metrics, runs, train, workdirs
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -398,14 +398,14 @@ def test_the_budget_of_a_report_is_the_models_own():
 
 
 def test_a_stop_before_the_first_step_is_seen():
-    with runtime.StopRequests() as outer:
+    with runs.StopRequests() as outer:
         outer.check()  # Control.
-        runtime.signal.raise_signal(runtime.signal.SIGTERM)
-        with runtime.StopRequests() as inner:
+        runs.signal.raise_signal(runs.signal.SIGTERM)
+        with runs.StopRequests() as inner:
             assert inner.requested()
         with pytest.raises(errors.Interrupted, match="before the first step"):
             outer.check()
-    with runtime.StopRequests() as later:
+    with runs.StopRequests() as later:
         assert not later.requested()
 
 

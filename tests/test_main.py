@@ -11,7 +11,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from mogrifier_jax import configs, distributed, errors, main
-from mogrifier_jax.training import progress, runtime, train
+from mogrifier_jax.training import progress, runs, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
@@ -23,7 +23,7 @@ def command(monkeypatch, capsys):
     """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(progress, "setup_logging", lambda: None)
-    monkeypatch.setattr(runtime, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(runs, "use_compilation_cache", lambda: None)
     monkeypatch.setattr(distributed, "find_place", lambda *numbers: None)
 
     def run(*arguments):
@@ -63,7 +63,7 @@ def trained(monkeypatch):
         ([TINY, "--mode=config", "--config.optimizer.learning_rate=1e300"], "1e+300 must be at mo"),
         ([TINY, "--mode=config", "--json=docs"], "--json=docs cannot be written"),
         (["--mode=sweep", ABLATION, "--set=rounds", "--workdir=gs://b/x"], "is an address, not"),
-        ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be a finite number"),
+        ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be from 0.1 to 86400"),
         (["--mode=evaluate", "--eval.window=0"], "eval.window 0 must be at least 1, or left out"),
         ([TINY, "--config.model.rounds.x=3"], "model.rounds.x"),
         ([TINY, "--config.model.rounds=three"], "--config.model.rounds=three: invalid literal"),

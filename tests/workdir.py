@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from experiments import text as experiment
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import checkpoints, runs, schedule, workdirs
 from tests import quick
@@ -16,7 +16,7 @@ def write(folder, text, **model_options):
     with config.unlocked():
         config.model.update(model_options)
         config.data.window = 8
-    return write_run(folder, config, vocabulary.Vocabulary.from_text(text, config.data.level))
+    return write_run(folder, config, corpora.Vocabulary.from_text(text, config.data.level))
 
 
 def write_run(folder, config, vocab):

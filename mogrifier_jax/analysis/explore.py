@@ -25,7 +25,7 @@ from absl import logging
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.analysis import gating, inspection
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained, trained
 from mogrifier_jax.nn import layers, models
 from mogrifier_jax.training import metrics, workdirs
@@ -133,8 +133,8 @@ def make_page(
         "unit": pretrained.unit_of(runs[0].config.data.name, vocab.level),
         "words": [vocab.tokens[i] for i in words],
         "tokens": np.searchsorted(words, ids).tolist(),
-        "eos": vocabulary.EOS,
-        "unknown": vocabulary.UNKNOWN,
+        "eos": corpora.EOS,
+        "unknown": corpora.UNKNOWN,
         "spelling": spell_unknown(vocab, text, ids),
         "top": TOP,
         "runs": [
@@ -152,7 +152,7 @@ def check(num_runs: int, length: int) -> None:
     configs.check_values({"length": length}, LIMITS)
 
 
-def first_tokens(vocab: vocabulary.Vocabulary, text: str | bytes, length: int) -> str | bytes:
+def first_tokens(vocab: corpora.Vocabulary, text: str | bytes, length: int) -> str | bytes:
     """As much of a text as has `length` tokens."""
 
     def count(end: int) -> int:
@@ -161,9 +161,7 @@ def first_tokens(vocab: vocabulary.Vocabulary, text: str | bytes, length: int) -
     return text[: bisect.bisect_right(range(len(text) + 1), length, key=count) - 1]
 
 
-def spell_unknown(
-    vocab: vocabulary.Vocabulary, text: str | bytes, ids: np.ndarray
-) -> dict[int, str]:
+def spell_unknown(vocab: corpora.Vocabulary, text: str | bytes, ids: np.ndarray) -> dict[int, str]:
     """How the unknown tokens of a text are written in it, by their places."""
     places = np.flatnonzero(ids == vocab.unknown_id).tolist()
     if vocab.level == "byte":

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
@@ -190,7 +190,7 @@ class GateReport:
         edges = np.linspace(*limits(gate, self.rounds), len(counts) + 1)
         return edges, counts / counts.sum()
 
-    def token_rows(self, vocab: vocabulary.Vocabulary, min_count: int = 1) -> list[dict[str, Any]]:
+    def token_rows(self, vocab: corpora.Vocabulary, min_count: int = 1) -> list[dict[str, Any]]:
         """How strongly x and h were scaled when each token was read, the strongest first."""
         rows = []
         for token in np.flatnonzero(self.counts >= min_count):

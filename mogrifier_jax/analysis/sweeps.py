@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.analysis import tables
-from mogrifier_jax.training import progress, runs, runtime, train, workdirs
+from mogrifier_jax.training import progress, runs, train, workdirs
 
 POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.
 
@@ -176,7 +176,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
     """Several runs at once, each in a process that writes to log.txt in its folder."""
     waiting, running, stopped = list(jobs), list[Started](), list[Job]()
     free = share_cores(parallel)
-    with runtime.StopRequests() as stop:
+    with runs.StopRequests() as stop:
         try:
             while waiting or running:
                 if stop.requested():

@@ -21,7 +21,7 @@ from typing import Any
 from absl import logging
 
 from mogrifier_jax import configs
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, progress, runs, workdirs
@@ -51,7 +51,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     results = [workdirs.read_json(folder / "results.json", dict) for folder in folders]
     unit = unit or next(key.removeprefix("valid_") for key in results[0] if key in _SCORES)
     config = workdirs.read_config(folders[0])
-    vocab = vocabulary.Vocabulary.from_json(workdirs.read_vocabulary(folders[0]))
+    vocab = corpora.Vocabulary.from_json(workdirs.read_vocabulary(folders[0]))
     model = runs.make_model(config, len(vocab))
     records = [_read(folder / "sweep.json", {}) for folder in folders]
     starts = [start for folder in folders for start in _read(folder / "version.json", [])]

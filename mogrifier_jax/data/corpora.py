@@ -1,27 +1,258 @@
-"""Corpora by name: read, checked, encoded, ready for `streams.py`.
+"""Corpora by name, read, checked and encoded; and the vocabulary: tokens to ids and back.
 
-The paper's corpora and local files go through the builders in `datasets/`; `pydoc` comes with
-Python. `vocabulary.py` does the encoding.
+A text is cut into lines at every Unicode line boundary and each line ends in one
+end-of-line token. Letters: V vocabulary size, N lines. At level "byte" every byte is read as
+its CP437 character, so ids follow the code points of those characters. `streams.py` cuts the ids
+into windows.
+
+The paper's corpora and local files go through the builders in `datasets/`, which are imported when
+a corpus is read: a trained model needs none of their libraries. `pydoc` comes with Python.
 """
 
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import tqdm
 from etils import epath
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import datasets
-from mogrifier_jax.data import vocabulary as vocabularies
-from mogrifier_jax.data.datasets import base, mwc
-from mogrifier_jax.data.datasets import text as local_text
 
 SOURCE_VARIABLE = "MOGRIFIER_DATA_DIR"
 CACHE_VARIABLE = "MOGRIFIER_CACHE_DIR"
+
+EOS = "▼"
+UNKNOWN = "<UNK>"
+LEVELS = ("word", "character", "byte")
+
+_NEWLINE, _RETURN = 10, 13
+_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # What `str.splitlines` cuts at.
+_NUM_CODE_POINTS = 0x110000
+_BLOCK = 1 << 22  # NumPy widens an index array to 8 bytes an entry: look up in blocks.
+
+
+class EncodedSplit(NamedTuple):
+    """One split as ids: every line followed by eos."""
+
+    tokens: np.ndarray  # [total] uint8, uint16 or int32: the smallest that holds V.
+    line_starts: np.ndarray  # [N] int64: where each line begins in `tokens`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The distinct tokens of a training text, eos and `<UNK>`; ids in code-point order."""
+
+    tokens: tuple[str, ...]
+    level: str
+
+    def __post_init__(self):
+        check_level(self.level)
+        for special in (EOS, UNKNOWN):
+            if special not in self.ids:
+                raise errors.UsageError(
+                    f"a vocabulary of {len(self)} tokens lacks {special!r}; "
+                    "make it with Vocabulary.from_text or Vocabulary.from_tokens"
+                )
+
+    @classmethod
+    def from_tokens(cls, tokens, level: str) -> "Vocabulary":
+        """Makes a vocabulary of these tokens with eos and `<UNK>` added."""
+        return cls(tuple(sorted({*tokens, EOS, UNKNOWN})), level)
+
+    @classmethod
+    def from_text(cls, text: str | bytes, level: str) -> "Vocabulary":
+        """Makes the vocabulary of a training text."""
+        if level == "word":
+            words: set[str] = set()
+            for line in _as_text(text).splitlines():
+                words.update(line.split())
+            return cls.from_tokens(words, level)
+        codes = _codes(text, level)
+        seen = np.zeros(256 if level == "byte" else _NUM_CODE_POINTS, bool)
+        for start in range(0, len(codes), _BLOCK):
+            seen[codes[start : start + _BLOCK]] = True
+        seen[_NEWLINE] = False  # It ends lines and so becomes eos.
+        return cls.from_tokens(
+            (_character(int(code), level) for code in np.flatnonzero(seen)), level
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Vocabulary":
+        """Reads what `to_json` wrote."""
+        try:
+            fields = json.loads(text)
+            return cls(tuple(fields["tokens"]), fields["level"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.UsageError(
+                f"not a saved vocabulary ({error}); it is the JSON text of Vocabulary.to_json"
+            ) from error
+
+    def to_json(self) -> str:
+        """All that is needed to encode and decode without the corpus."""
+        return json.dumps({"level": self.level, "tokens": self.tokens})
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @functools.cached_property
+    def ids(self) -> dict[str, int]:
+        """The id of each token."""
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    @property
+    def eos_id(self) -> int:
+        """The id of the end-of-line token."""
+        return self.ids[EOS]
+
+    @property
+    def unknown_id(self) -> int:
+        """The id of every token that the training text lacks."""
+        return self.ids[UNKNOWN]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of ids in memory."""
+        return smallest_dtype(len(self))
+
+    def encode_split(self, text: str | bytes) -> EncodedSplit:
+        """Encodes whole lines; a last line without a line break also gets its eos."""
+        if self.level == "word":
+            return self._encode_words(_as_text(text))
+        return self._encode_codes(_codes(text, self.level))
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Encodes the beginning of a text: an unfinished last line gets no eos, unlike above."""
+        tokens = self.encode_split(text).tokens
+        if self.level == "byte":
+            last = _as_bytes(text)[-1:].decode("cp437")
+        else:
+            last = _as_text(text)[-1:]
+        return tokens if not last or last in _BREAKS else tokens[:-1]
+
+    def decode(self, ids) -> str:
+        """The text of these ids, eos as a newline (bytes that are not UTF-8 become U+FFFD)."""
+        tokens = [self.tokens[int(i)] for i in np.asarray(ids).reshape(-1)]
+        if self.level == "word":
+            lines: list[list[str]] = [[]]
+            for token in tokens:
+                if token == EOS:
+                    lines.append([])
+                else:
+                    lines[-1].append(token)
+            return "\n".join(" ".join(line) for line in lines)
+        if self.level == "character":
+            return "".join({EOS: "\n", UNKNOWN: "\ufffd"}.get(token, token) for token in tokens)
+        special = {EOS: b"\n", UNKNOWN: "\ufffd".encode()}
+        data = b"".join(special.get(token) or token.encode("cp437") for token in tokens)
+        return data.decode("utf-8", "replace")
+
+    def find_unknown(self, text: str | bytes) -> list[str]:
+        """The distinct tokens of a text that map to `<UNK>`, in order of first appearance."""
+        if self.level == "word":
+            tokens = _as_text(text).split()
+        elif self.level == "character":
+            tokens = list(_as_text(text).replace("\n", ""))
+        else:
+            data = _as_bytes(text).replace(b"\n", b"")
+            return [f"0x{b:02x}" for b in dict.fromkeys(data) if _character(b, "byte") not in self]
+        return [token for token in dict.fromkeys(tokens) if token not in self]
+
+    def __contains__(self, token: str) -> bool:
+        return token in self.ids
+
+    def _encode_words(self, text: str) -> EncodedSplit:
+        tokens: list[int] = []
+        starts: list[int] = []
+        ids, eos, unknown = self.ids, self.eos_id, self.unknown_id
+        for line in text.splitlines():
+            starts.append(len(tokens))
+            tokens.extend(ids.get(word, unknown) for word in line.split())
+            tokens.append(eos)
+        return EncodedSplit(np.array(tokens, self.dtype), np.array(starts, np.int64))
+
+    @functools.cached_property
+    def _table(self) -> np.ndarray:
+        """Id by code (a byte or a code point); a newline is eos."""
+        table = np.full(
+            256 if self.level == "byte" else _NUM_CODE_POINTS, self.unknown_id, self.dtype
+        )
+        for token, i in self.ids.items():
+            if len(token) == 1 and not (self.level == "byte" and token == EOS):
+                table[token.encode("cp437")[0] if self.level == "byte" else ord(token)] = i
+        table[_NEWLINE] = self.eos_id
+        return table
+
+    def _encode_codes(self, codes: np.ndarray) -> EncodedSplit:
+        tokens = np.empty(len(codes), self.dtype)
+        is_break = np.zeros(len(self._table), bool)
+        # U+0085 and beyond are no line breaks as bytes: CP437 has letters there.
+        is_break[[ord(c) for c in _BREAKS if self.level != "byte" or ord(c) < 128]] = True
+        found = [np.empty(0, np.int64)]
+        for start in range(0, len(codes), _BLOCK):
+            block = codes[start : start + _BLOCK]
+            tokens[start : start + _BLOCK] = self._table[block]
+            found.append(np.flatnonzero(is_break[block]) + start)
+        breaks = np.concatenate(found)
+        # "\r\n" is one boundary, at its newline.
+        following = codes[np.minimum(breaks + 1, len(codes) - 1)] if len(breaks) else breaks
+        breaks = breaks[~((codes[breaks] == _RETURN) & (following == _NEWLINE))]
+        # A newline turns into eos; any other break stays a token and eos follows it.
+        stays = codes[breaks] != _NEWLINE
+        if stays.any():
+            tokens = np.insert(tokens, breaks[stays] + 1, self.dtype.type(self.eos_id))
+        ends = breaks + np.cumsum(stays)
+        if len(tokens) and (not len(ends) or ends[-1] != len(tokens) - 1):
+            ends = np.append(ends, len(tokens))
+            tokens = np.append(tokens, self.dtype.type(self.eos_id))
+        starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1]) if len(ends) else ends
+        return EncodedSplit(tokens, starts)
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The smallest dtype that holds every id."""
+    fits = [dtype for dtype in (np.uint8, np.uint16) if vocab_size <= np.iinfo(dtype).max + 1]
+    return np.dtype(fits[0] if fits else np.int32)
+
+
+def check_level(level: str) -> None:
+    """Refuses a level that is none of LEVELS."""
+    if level not in LEVELS:
+        raise errors.UsageError(f"level {level!r} is unknown; use one of {', '.join(LEVELS)}")
+
+
+def _as_text(text: str | bytes) -> str:
+    try:
+        return text if isinstance(text, str) else _as_bytes(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise errors.UsageError(
+            f"the text is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
+        ) from None
+
+
+def _as_bytes(text: str | bytes) -> bytes:
+    if isinstance(text, str):
+        return text.encode("utf-8", "surrogateescape")
+    if not isinstance(text, bytes | bytearray | memoryview):
+        raise errors.UsageError(f"{text!r:.60} is not a text; give a str, or bytes")
+    return bytes(text)
+
+
+def _codes(text: str | bytes, level: str) -> np.ndarray:
+    """The bytes (uint8) or the code points (uint32) of a text."""
+    if level == "byte":
+        # A large corpus is not copied.
+        return np.frombuffer(text if isinstance(text, memoryview) else _as_bytes(text), np.uint8)
+    return np.frombuffer(_as_text(text).encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _character(code: int, level: str) -> str:
+    return bytes([code]).decode("cp437") if level == "byte" else chr(code)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +261,17 @@ class Corpus:
 
     name: str
     unit: str  # What a token is: "word", "character" or "byte".
-    vocabulary: vocabularies.Vocabulary
-    train: vocabularies.EncodedSplit
-    valid: vocabularies.EncodedSplit
-    test: vocabularies.EncodedSplit
+    vocabulary: Vocabulary
+    train: EncodedSplit
+    valid: EncodedSplit
+    test: EncodedSplit
 
 
 def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corpus:
     """Loads a corpus, preparing it first if need be.
 
     Args:
-      name: one of NAMES.
+      name: that of a builder in `datasets/`, or "pydoc".
       data_dir: where prepared data is kept; by default $MOGRIFIER_CACHE_DIR, or a folder in
         ~/.cache.
       source_dir: a folder with files that were already downloaded; by default
@@ -48,9 +279,10 @@ def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corp
       **options: of `mwc`, the language; of `text`, the fields of `datasets.text.Options`. None
         stands for the default.
     """
-    if name not in _READERS:
-        raise errors.UsageError(f"corpus {name!r} is unknown; use one of {', '.join(NAMES)}")
-    reader, accepted = _READERS[name]
+    readers = _readers()
+    if name not in readers:
+        raise errors.UsageError(f"corpus {name!r} is unknown; use one of {', '.join(readers)}")
+    reader, accepted = readers[name]
     options = {key: value for key, value in options.items() if value is not None}
     for key in options:
         if key not in accepted:
@@ -59,8 +291,24 @@ def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corp
     return reader(name, _default_data_dir(data_dir), _default_source_dir(source_dir), **options)
 
 
+@functools.cache
+def _readers() -> dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]]:
+    """For each name its reader and the options that it takes."""
+    from mogrifier_jax.data import datasets
+
+    options_of_text = dataclasses.fields(datasets.text.Options)
+    return {
+        **dict.fromkeys(datasets.BUILDERS, (_read_prepared, ())),
+        "mwc": (_read_mwc, ("language",)),
+        "text": (_read_text, tuple(field.name for field in options_of_text)),
+        "pydoc": (_read_pydoc, ()),
+    }
+
+
 def _read_pydoc(name, data_dir, source_dir) -> Corpus:
     """The language reference that `help()` shows: English, the same for each Python version."""
+    from mogrifier_jax.data.datasets import text
+
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
@@ -69,13 +317,16 @@ def _read_pydoc(name, data_dir, source_dir) -> Corpus:
             "install the full standard library, or use another corpus"
         ) from error
     whole = "".join(topics[topic].rstrip("\n") + "\n" for topic in sorted(topics))
-    texts = local_text.cut(whole, (0.9, 0.05, 0.05), "pydoc_data.topics")
+    texts = text.cut(whole, (0.9, 0.05, 0.05), "pydoc_data.topics")
     return _encode(name, "character", "character", iter(texts))
 
 
 def _read_prepared(
     name, data_dir, source_dir, *, level=None, encoding="utf-8", **builder_options
 ) -> Corpus:
+    from mogrifier_jax.data import datasets
+    from mogrifier_jax.data.datasets import base
+
     kind = datasets.BUILDERS[name]
     level = level or kind.LEVEL
     make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), **builder_options)
@@ -97,6 +348,8 @@ def _read_prepared(
 
 
 def _read_mwc(name, data_dir, source_dir, *, language="en") -> Corpus:
+    from mogrifier_jax.data.datasets import mwc
+
     if language not in mwc.LANGUAGES:
         raise errors.UsageError(
             f"language {language!r} is unknown; use one of {', '.join(mwc.LANGUAGES)}"
@@ -105,20 +358,22 @@ def _read_mwc(name, data_dir, source_dir, *, language="en") -> Corpus:
 
 
 def _read_text(name, data_dir, source_dir, **options) -> Corpus:
+    from mogrifier_jax.data.datasets import text
+
     if "fractions" in options:
         options["fractions"] = tuple(options["fractions"])
-    parsed = local_text.Options(**options)
-    config = local_text.make_config(parsed)
+    parsed = text.Options(**options)
+    config = text.make_config(parsed)
     return _read_prepared(name, data_dir, None, level=parsed.level, config=config)
 
 
 def _encode(name, level, unit, texts) -> Corpus:
     """Encodes train, valid and test one after the other, holding one text at a time."""
-    splits: list[vocabularies.EncodedSplit] = []
+    splits: list[EncodedSplit] = []
     with tqdm.tqdm(total=3, desc=f"encoding {name}", unit="split", disable=None) as bar:
         for text in texts:
             if not splits:
-                vocab = vocabularies.Vocabulary.from_text(text, level)
+                vocab = Vocabulary.from_text(text, level)
             splits.append(vocab.encode_split(text))
             bar.update()
     return Corpus(name, unit, vocab, *splits)
@@ -140,13 +395,3 @@ def _default_source_dir(source_dir) -> pathlib.Path | None:
             f"unset {SOURCE_VARIABLE}"
         )
     return path
-
-
-# For each name its reader and the options that it takes.
-_READERS: dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]] = {
-    **dict.fromkeys(datasets.BUILDERS, (_read_prepared, ())),
-    "mwc": (_read_mwc, ("language",)),
-    "text": (_read_text, tuple(field.name for field in dataclasses.fields(local_text.Options))),
-    "pydoc": (_read_pydoc, ()),
-}
-NAMES = tuple(_READERS)

@@ -2,12 +2,12 @@
 
 Letters: B stripes (the batch), T window, N lines or examples, K passes that meet in one window, R
 rounds of the shuffle. The ids of a split lie on every device and the stripes over the mesh axis
-"data". `vocabulary.py` makes the ids.
+"data". `corpora.py` makes the ids.
 
 Streams carry state: all training stripes consume T tokens a window. Examples (lines, or the reverse
 copy task) stand alone: training goes through all of them in a new order each epoch, batches running
-across the ends of epochs; the order is a keyed permutation, computed entry by entry. In both the
-index alone is the position that a run saves.
+across the ends of epochs; the order is a keyed permutation, computed entry by entry. The index
+alone is the position in either, and all that a run saves of it.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 
 MAX_JITTER = 100  # Lines, to either side of a stripe's base.
 MAX_TOKENS = 2**31 - 2**20  # Positions are int32, with room for one window.
@@ -59,7 +59,7 @@ Stream = TypeVar("Stream")
 
 
 def make_train_stream(
-    split: vocabulary.EncodedSplit,
+    split: corpora.EncodedSplit,
     batch_size: int,
     key: jax.Array,
     eos_id: int,
@@ -93,8 +93,9 @@ def train_window(stream: TrainStream, index: jax.Array | int, *, window: int) ->
     """The window at this index: B rows of T tokens, always full."""
     total = stream.tokens.shape[0]
     turn, offset = divmod_product(index, window, total)
-    # One token earlier, as each input is the target before it.
-    turn, offset = jnp.where(offset > 0, turn, turn - 1), jnp.where(offset > 0, offset, total) - 1
+    # One token earlier, as each input is the target before it; that may be the end of a pass.
+    turn = jnp.where(offset > 0, turn, turn - 1)
+    offset = jnp.where(offset > 0, offset, total) - 1
     steps = offset + jnp.arange(window + 1)
     num_turns = (total - 1 + window) // total + 1
     firsts = _first_tokens(stream, turn + jnp.arange(num_turns, dtype=jnp.uint32))  # [B, K]
@@ -123,7 +124,7 @@ def keep_state(
 
 
 def make_eval_stream(
-    split: vocabulary.EncodedSplit, num_stripes: int, eos_id: int, mesh: Mesh | None = None
+    split: corpora.EncodedSplit, num_stripes: int, eos_id: int, mesh: Mesh | None = None
 ) -> EvalStream:
     """Cuts a split into stripes of whole lines; empty ones fill up the mesh axis "data"."""
     begins, ends = _eval_stripes(split, num_stripes)
@@ -150,7 +151,7 @@ def eval_window(stream: EvalStream, index: jax.Array | int, *, window: int) -> W
     return Window(inputs, targets, valid.sum(axis=1, dtype=jnp.int32))
 
 
-def num_windows(split: vocabulary.EncodedSplit, num_stripes: int, *, window: int) -> int:
+def num_windows(split: corpora.EncodedSplit, num_stripes: int, *, window: int) -> int:
     """How many windows of T hold the longest evaluation stripe."""
     begins, ends = _eval_stripes(split, num_stripes)
     return -(-int((ends - begins).max()) // window)
@@ -160,11 +161,14 @@ def place(stream_type: type[Stream], mesh: Mesh | None, **arrays) -> Stream:
     """Puts stripes over the mesh axis "data", the rest on every device; each process its own."""
     if mesh is None:
         return stream_type(**jax.tree.map(jnp.asarray, arrays))
-    over_data, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+    over_data = NamedSharding(mesh, PartitionSpec("data"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
     per_stripe = {"stripes", "bases", "begins", "ends"}
-    return stream_type(
-        **{k: _put(a, over_data if k in per_stripe else everywhere) for k, a in arrays.items()}
-    )
+    placed = {
+        name: _put(array, over_data if name in per_stripe else everywhere)
+        for name, array in arrays.items()
+    }
+    return stream_type(**placed)
 
 
 def _put(leaf, sharding: NamedSharding) -> jax.Array:
@@ -173,11 +177,6 @@ def _put(leaf, sharding: NamedSharding) -> jax.Array:
         data = _put(np.asarray(jax.random.key_data(leaf)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     leaf = np.asarray(leaf)
-    if len(sharding.spec) and leaf.shape[0] % sharding.mesh.shape["data"]:
-        raise errors.UsageError(
-            f"batch_size {leaf.shape[0]} is not a multiple of the data axis "
-            f"({sharding.mesh.shape['data']}); change either"
-        )
     return jax.make_array_from_callback(leaf.shape, sharding, lambda part: leaf[part])
 
 
@@ -211,7 +210,7 @@ def divmod_product(index: jax.Array | int, factor: int, modulus: int):
     return quotient, remainder.astype(jnp.int32)
 
 
-def _eval_stripes(split: vocabulary.EncodedSplit, num_stripes: int):
+def _eval_stripes(split: corpora.EncodedSplit, num_stripes: int):
     """First token and end of every stripe that has lines, [B] each."""
     _check(split)
     if num_stripes < 1:
@@ -222,7 +221,7 @@ def _eval_stripes(split: vocabulary.EncodedSplit, num_stripes: int):
     return bounds[:-1], bounds[1:]
 
 
-def _check(split: vocabulary.EncodedSplit) -> None:
+def _check(split: corpora.EncodedSplit) -> None:
     if not 0 < len(split.tokens) <= MAX_TOKENS:
         raise errors.UsageError(
             f"a split of {len(split.tokens)} tokens cannot be read: it must have 1 to {MAX_TOKENS}"
@@ -269,14 +268,14 @@ class ReverseCopy:
         """How many examples a split has."""
         return {"train": self.num_train, "valid": self.num_valid, "test": self.num_test}[split]
 
-    def make_vocabulary(self) -> vocabulary.Vocabulary:
+    def make_vocabulary(self) -> corpora.Vocabulary:
         """The words 0, 1, ... with "|", eos and `<UNK>`; random words have the ids below V."""
         words = [str(i) for i in range(self.vocab_size)]
-        return vocabulary.Vocabulary.from_tokens([*words, "|"], "word")
+        return corpora.Vocabulary.from_tokens([*words, "|"], "word")
 
 
 def make_line_stream(
-    split: vocabulary.EncodedSplit, key: jax.Array, eos_id: int, mesh: Mesh | None = None
+    split: corpora.EncodedSplit, key: jax.Array, eos_id: int, mesh: Mesh | None = None
 ) -> LineStream:
     """Puts a split on every device."""
     if not len(split.tokens):
@@ -287,7 +286,7 @@ def make_line_stream(
     )
 
 
-def limit_window(split: vocabulary.EncodedSplit, window: int) -> int:
+def limit_window(split: corpora.EncodedSplit, window: int) -> int:
     """The window that is needed: the longest line with its eos, or T if that is less."""
     return min(window, int(np.diff(split.line_starts, append=len(split.tokens)).max()))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import streams, vocabulary
+from mogrifier_jax.data import corpora, streams
 
 # What a token is, and the unit that people read its cross-entropy in.
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
@@ -39,13 +39,13 @@ class Plan(NamedTuple):
     num_windows: int
     batch_size: int
     carries: bool  # Whether the state goes on from window to window.
-    mesh: Mesh | None = None  # Where batches lie, if the stream does not tell.
+    mesh: Mesh | None = None  # Where stream and batches lie; None: on one device.
 
 
 class Task(NamedTuple):
     """See the module's docstring."""
 
-    vocabulary: vocabulary.Vocabulary
+    vocabulary: corpora.Vocabulary
     unit: str  # What a token is: "word", "character" or "byte".
     carries: bool
     stream: Any
@@ -86,15 +86,13 @@ def make_task(
     del drop_state_probability  # The train step reads it.
     if name in GENERATED:
         return GENERATED[name](mesh, batch_size, **options)
-    from mogrifier_jax.data import corpora  # Its libraries are not needed to use a trained model.
-
     corpus = corpora.load_corpus(name, **options)
     make = _line_task if episodic else _stream_task
     return make(corpus, key, mesh, batch_size, window)
 
 
 def plan_text(
-    encoded: vocabulary.EncodedSplit,
+    encoded: corpora.EncodedSplit,
     eos_id: int,
     num_stripes: int,
     window: int,
@@ -109,6 +107,7 @@ def plan_text(
         streams.num_windows(encoded, num_stripes, window=window),
         stream.begins.shape[0],
         carries=True,
+        mesh=mesh,
     )
 
 
@@ -141,7 +140,7 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
 
 
 def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
-    """Lays examples that stand alone over the mesh axis "data"; no carry pulls them there."""
+    """Splits examples over the mesh axis "data"; where state is carried, its place does that."""
     if mesh is None or mesh.shape["data"] == 1:
         return batch_at
     over_data = NamedSharding(mesh, PartitionSpec("data"))
@@ -169,6 +168,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
             -(-len(encoded.line_starts) // size),
             size,
             carries=False,
+            mesh=mesh,
         )
 
     train_lines = functools.partial(streams.train_lines, batch_size=batch_size, window=longest)
@@ -275,7 +275,7 @@ def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     shared = dict(
-        tokens=leaf(size.tokens, dtype=vocabulary.smallest_dtype(size.vocabulary)),
+        tokens=leaf(size.tokens, dtype=corpora.smallest_dtype(size.vocabulary)),
         key=leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype),
         eos=leaf(),
     )
@@ -301,13 +301,13 @@ def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
         if episodic:
             evaluated = streams.LineStream(bounds=leaf(lines + 1), **text)
             cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
-            return Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, carries=False)
+            return Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, False, mesh)
         stripes = num_stripes + -num_stripes % mesh.shape["data"]
         ends = leaf(stripes, axes=["data"])
         evaluated = streams.EvalStream(text["tokens"], begins=ends, ends=ends, eos=text["eos"])
         cut = functools.partial(streams.eval_window, window=window)
         # Stripes are taken to be equally long; real ones end with a line.
-        return Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True)
+        return Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True, mesh)
 
     return Task(
         words,
@@ -325,8 +325,6 @@ def _find_size(section: Mapping[str, Any]) -> Size:
     """From the table, or of the corpus itself, which is then read."""
     if section["name"] in SIZES:
         return SIZES[section["name"]]
-    from mogrifier_jax.data import corpora
-
     corpus = corpora.load_corpus(section["name"], **corpus_options(section))
     splits = (corpus.train, corpus.valid)
     counts = (count for split in splits for count in (len(split.tokens), len(split.line_starts)))

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.training import checkpoints, leaves, runs, schedule, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
@@ -35,7 +35,7 @@ class Pretrained(NamedTuple):
 
     config: config_dict.ConfigDict
     model: Any
-    vocabulary: vocabulary.Vocabulary
+    vocabulary: corpora.Vocabulary
     params: Any  # The averaged weights, if the checkpoint has any.
     temperature: float | None  # Found on the validation set when the checkpoint was made.
     info: dict[str, Any]  # workdir, which, step, total_steps, finished.
@@ -63,7 +63,7 @@ def load_weights(
         raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
     config = workdirs.read_config(workdir)
     text = workdirs.read_vocabulary(workdir)
-    vocab = vocabulary.Vocabulary.from_json(text)
+    vocab = corpora.Vocabulary.from_json(text)
     model = runs.make_model(config, len(vocab))
     average = schedule.make_averaging(config.averaging.kind)
     seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
@@ -148,7 +148,7 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
         raise errors.UsageError(f"{path} is damaged: its digest is another; copy it again")
     try:
         config = workdirs.config_from_json(json.loads(metadata["config"]))
-        vocab = vocabulary.Vocabulary.from_json(metadata["vocabulary"])
+        vocab = corpora.Vocabulary.from_json(metadata["vocabulary"])
         info = {**json.loads(metadata["info"]), "workdir": str(path)}
         temperature = json.loads(metadata["temperature"])
         model = runs.make_model(config, len(vocab))
@@ -305,7 +305,7 @@ def unit_of(corpus: str, level: str) -> str:
     return tasks.SCORE_UNITS[level]
 
 
-def read_text(vocab: vocabulary.Vocabulary, path: str | os.PathLike) -> str | bytes:
+def read_text(vocab: corpora.Vocabulary, path: str | os.PathLike) -> str | bytes:
     """What is in a file, as the level of the vocabulary needs it."""
     path = pathlib.Path(path)
     if not path.is_file():

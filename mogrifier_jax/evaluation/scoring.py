@@ -26,7 +26,7 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, metrics, progress, workdirs
@@ -292,7 +292,7 @@ def _cell(row: Mapping[str, Any] | None, paper: float | None, unit: str) -> str:
 def write_tokens(
     path: str | os.PathLike,
     scores: evaluate.TokenScores,
-    vocab: vocabulary.Vocabulary | str,
+    vocab: corpora.Vocabulary | str,
     **about: Any,
 ) -> None:
     """Writes a file of scores, whole or not at all; `vocab` may be its digest."""
@@ -347,7 +347,7 @@ def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, 
     return evaluate.TokenScores(first.tokens, nats.astype(np.float32)), means, about["vocabulary"]
 
 
-def digest_vocabulary(vocab: vocabulary.Vocabulary) -> str:
+def digest_vocabulary(vocab: corpora.Vocabulary) -> str:
     """Tells vocabularies apart."""
     return hashlib.sha256(vocab.to_json().encode()).hexdigest()
 

@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.configs import Key
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import checkpoints, metrics
@@ -132,7 +132,7 @@ class TrainedModel:
                 "model"
             )
         self.config: config_dict.ConfigDict = loaded.config
-        self.vocabulary: vocabulary.Vocabulary = loaded.vocabulary
+        self.vocabulary: corpora.Vocabulary = loaded.vocabulary
         self.model: models.LanguageModel = model
         self.params: Any = loaded.params
         self.temperature: float = loaded.temperature or 1.0  # The logit scale of scores.
@@ -347,7 +347,7 @@ def _cut(ids: np.ndarray, first: int) -> np.ndarray:
     return np.pad(window, (0, WINDOW - len(window)))[None].astype(np.int32)
 
 
-def encode_prompt(vocab: vocabulary.Vocabulary, prompt: str | None) -> np.ndarray:
+def encode_prompt(vocab: corpora.Vocabulary, prompt: str | None) -> np.ndarray:
     """The ids of a prompt; one that is empty, or has what the vocabulary lacks, is refused."""
     if prompt is None:
         return np.zeros(0, np.int32)
@@ -384,7 +384,7 @@ def print_samples(workdir: str, sampling: Sampling, prompt: str | None = None) -
 
 
 def pieces(
-    vocab: vocabulary.Vocabulary, begin: np.ndarray, drawn: Iterable[np.ndarray]
+    vocab: corpora.Vocabulary, begin: np.ndarray, drawn: Iterable[np.ndarray]
 ) -> Iterator[str]:
     """The text of the first sample, as far as each dispatch brings it."""
     # The line that is not complete is decoded anew each time: words need the spaces between

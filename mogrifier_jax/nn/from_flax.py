@@ -117,7 +117,9 @@ def find(cell: nn.Module) -> Match:
 def find_counterpart(cell: layers.Cell) -> Match:
     """The kind of one of our cells, if Flax has the same."""
     for kind in KINDS:
-        if isinstance(cell, layers.MogrifierLSTMCell if kind.biased == "h" else kind.ours):
+        # A MogrifierLSTMCell without rounds is an LSTMCell.
+        ours = layers.MogrifierLSTMCell if kind.ours is layers.LSTMCell else kind.ours
+        if isinstance(cell, ours):
             break
     wrong = {
         name: getattr(cell, name)

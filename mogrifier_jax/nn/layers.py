@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, sizing, taps
+from mogrifier_jax.nn import cells, taps
 
 Dtype = Any
 
@@ -45,7 +45,7 @@ class Cell(nn.RNNCellBase):
 
     def __post_init__(self):
         super().__post_init__()
-        sizing.check_fields(self)
+        cells.check_fields(self)
 
     @property
     def num_feature_axes(self) -> int:
@@ -342,7 +342,7 @@ class Mogrifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h, each scaled by gates that read the other."""
-        sizing.check_fields(self)
+        cells.check_fields(self)
         check(
             min(jnp.ndim(x), jnp.ndim(h)) >= 1 and x.shape[:-1] == h.shape[:-1],
             f"x {x.shape} and h {h.shape} must agree in all axes but the last, their features",

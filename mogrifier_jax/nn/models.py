@@ -1,12 +1,13 @@
 """LanguageModel and EncoderDecoder: embed, recurrent stack, softmax, nats per token.
 
 Axes: B batch, T time, E embedding (input and output alike), H hidden, V vocabulary. Tokens and
-results are [B, T]; inside, time comes first, as the recurrence wants it.
+results are [B, T]; inside, time comes first, as the recurrence wants it. `make_model` finds E and H
+for a budget of parameters; the formulas that count them restate the shapes that `layers.py` and
+`softmax.py` create, and the tests hold the two together.
 """
 
 import dataclasses
-import difflib
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from mogrifier_jax.nn import cells, layers, rnn, sizing, softmax
+from mogrifier_jax.nn import cells, layers, rnn, softmax
 from mogrifier_jax.nn.rnn import Dropout
 
 Dtype = Any
@@ -22,7 +23,7 @@ check = layers.check
 
 
 class Sizes(nn.Module):
-    """What all models are made of; sizes are explicit, and `sizing.py` finds them from a budget."""
+    """What all models are made of; `make_model` finds the sizes from a budget."""
 
     vocab_size: int
     hidden_size: int
@@ -263,40 +264,34 @@ def make_model(
 ) -> LanguageModel | EncoderDecoder:
     """A model from `config.model`: sizes solved from the budget, cell options sorted out."""
     kind = EncoderDecoder if encoder_decoder else LanguageModel
-    of_model = {field.name for field in dataclasses.fields(kind)} - {"parent", "name"}
-    # What only the other kind has may be there as long as it asks for nothing.
-    unused = (
-        {f.name: f.default for f in dataclasses.fields(LanguageModel)} if encoder_decoder else {}
-    )
-    options = {n: v for n, v in options.items() if n in of_model or v != unused.get(n, ...)}
-    of_cells = {f.name for c in _CELL_CLASSES for f in dataclasses.fields(c)} - of_model
-    known = sorted(of_model | of_cells)
-    for name in options:
-        near = difflib.get_close_matches(name, known) or known
-        check(name in known, f"model.{name} is not an option; did you mean {' or '.join(near)}?")
-    check(
-        dtype in ("float32", "bfloat16", "float64"),
-        f"model.dtype {dtype!r} is not known; use 'float32' or 'bfloat16'",
-    )
-    cell_options = {name: value for name, value in options.items() if name in of_cells}
-    make = functools.partial(
-        kind,
-        vocab_size=vocab_size,
-        cell_options=_accepted_options(options.get("cell", kind.cell), cell_options),
-        dtype=jnp.dtype(dtype),
-        **{name: value for name, value in options.items() if name in of_model},
-    )
+    defaults = {field.name: field.default for field in dataclasses.fields(LanguageModel)}
+    of_model = {name: value for name, value in options.items() if name in defaults}
+    of_cell = {name: value for name, value in options.items() if name not in defaults}
+    for name in of_model.keys() - {field.name for field in dataclasses.fields(kind)}:
+        value = of_model.pop(name)
+        check(
+            value == defaults[name],
+            f"model.{name} {value!r} is not for a model that reads a source; leave it out",
+        )
+    of_cell = _accepted_options(options.get("cell", kind.cell), of_cell)
+
+    def make(hidden_size: int) -> LanguageModel | EncoderDecoder:
+        return kind(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            embedding_size=embedding_size(hidden_size, embedding_ratio),
+            cell_options=of_cell,
+            dtype=jnp.dtype(dtype),
+            **of_model,
+        )
+
     if hidden_size is None:
         check(
             num_params is not None,
             "neither model.hidden_size nor model.num_params is set; set one of them",
         )
-        trial = make(hidden_size=1, embedding_size=1)
-        hidden_size = sizing.solve_hidden_size(
-            num_params or 0, embedding_ratio=embedding_ratio, **_what_counts(trial)
-        )
-    embedding_size = sizing.embedding_size(hidden_size, embedding_ratio)
-    return make(hidden_size=hidden_size, embedding_size=embedding_size)
+        hidden_size = solve_hidden_size(num_params or 0, make)
+    return make(hidden_size)
 
 
 def _accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -310,33 +305,83 @@ def _accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
     defaults = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
     names = {field.name for field in dataclasses.fields(kinds[-1])}
     given = {name: value for name, value in options.items() if value is not None}
-    ignored = sorted(n for n in given.keys() - names if given[n] != defaults[n])
+    ignored = sorted(n for n in given.keys() - names if given[n] != defaults.get(n))
     if ignored:
         logging.warning("cell %s has no %s: ignored", cell, ", ".join(ignored))
     return {name: value for name, value in given.items() if name in names}
 
 
+def embedding_size(hidden_size: int, ratio: float) -> int:
+    """E for a hidden size; a ratio of 1 or more means E = H."""
+    return max(1, round(min(1.0, ratio) * hidden_size))
+
+
+def solve_hidden_size(budget: int, make: Callable[[int], Any]) -> int:
+    """The largest hidden size whose model `make(hidden_size)` has at most `budget` parameters."""
+
+    def count(hidden_size: int) -> int:
+        return sum(count_parameters(make(hidden_size)).values())
+
+    check(
+        count(1) <= budget,
+        f"num_params {budget:,} is too small: one hidden unit already needs {count(1):,} "
+        "parameters; raise the budget or lower num_layers, rank or the vocabulary",
+    )
+    # The count grows with H, so bisection finds the maximum.
+    fits, exceeds = 1, 2
+    while count(exceeds) <= budget:
+        fits, exceeds = exceeds, 2 * exceeds
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if count(middle) <= budget:
+            fits = middle
+        else:
+            exceeds = middle
+    return fits
+
+
 def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
-    """How many trainable scalars each part has, by formula."""
-    return sizing.count_by_part(
-        hidden_size=model.hidden_size, embedding_size=model.embedding_size, **_what_counts(model)
-    )
+    """How many trainable scalars each part has, by formula: to trace a model takes too long."""
+    v, h, e = model.vocab_size, model.hidden_size, model.embedding_size
+    # The cell is asked for its options alone.
+    cell = layers.find_cell(model.cell)(1, **dict(model.cell_options))
+    recurrent = _count_layer(cell, e, h) + (model.num_layers - 1) * _count_layer(cell, h, h)
+    if getattr(model, "trainable_initial_state", False):
+        states = 2 if isinstance(cell, layers.MogrifierLSTMCell) else 1  # c and h, or h.
+        recurrent += model.num_layers * states * h
+    components = getattr(model, "mixture_components", 0)
+    if components:
+        projection = components * (e * h + e + h)
+    else:
+        projection = e * h if e != h else 0
+    tied = getattr(model, "tied_embeddings", False)
+    stacks = 2 if isinstance(model, EncoderDecoder) else 1
+    return {
+        "embedding": stacks * v * e,
+        "recurrent": stacks * recurrent,
+        "projection": projection,
+        "softmax": v if tied else v + e * v,
+    }
 
 
-_CELL_CLASSES = (layers.MogrifierLSTMCell, layers.MogrifierGRUCell, layers.MogrifierElmanCell)
+def _count_layer(cell: Any, d: int, h: int) -> int:
+    """One layer with d inputs and h hidden units; odd rounds gate x, even ones h."""
+    gates = cell.num_gates * h
+    count = _count_matrix(d + h, gates, getattr(cell, "gate_rank", 0)) + gates
+    count += cell.rounds * _count_matrix(d, h, cell.rank)
+    if cell.gate_bias:
+        count += (cell.rounds + 1) // 2 * d + cell.rounds // 2 * h
+    if cell.scaling:
+        count += d + h
+    if getattr(cell, "layer_norm", False):
+        count += 2 * gates + 2 * h  # Gains of the x and h parts; gain and shift of c.
+    if isinstance(cell, layers.MLSTMCell):
+        count += d * h + h * h
+    if isinstance(cell, layers.MogrifierGRUCell):
+        count += h  # The candidate's recurrent part has a bias of its own.
+    return count
 
 
-def _what_counts(model) -> dict[str, Any]:
-    """What decides the number of parameters, apart from the two sizes."""
-    cell = layers.find_cell(model.cell)(10**6, **dict(model.cell_options))
-    counted = [field.name for field in dataclasses.fields(sizing.CellOptions)]
-    return dict(
-        vocab_size=model.vocab_size,
-        num_layers=model.num_layers,
-        cell=model.cell,
-        tied_embeddings=getattr(model, "tied_embeddings", False),
-        mixture_components=getattr(model, "mixture_components", 0),
-        encoder_decoder=isinstance(model, EncoderDecoder),
-        trainable_initial_state=getattr(model, "trainable_initial_state", False),
-        **{name: getattr(cell, name) for name in counted if hasattr(cell, name)},
-    )
+def _count_matrix(inputs: int, outputs: int, rank: int) -> int:
+    """A dense matrix, or its two factors when the rank is above 0."""
+    return rank * (inputs + outputs) if rank > 0 else inputs * outputs

@@ -3,9 +3,9 @@
     cell = mogrifier_jax.nnx.MogrifierLSTMCell(32, 64, rounds=5, rank=16, rngs=nnx.Rngs(0))
     ys = mogrifier_jax.nnx.RNN(cell)(xs)  # [batch, time, 32] to [batch, time, 64]
 
-A shell holds the parameters, as `nnx.Param`s under the names that they have in linen, and the
-module of linen, without any, which knows the initial values and the mathematics. So there is one
-of each, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen cell.
+A shell holds the parameters, as `nnx.Param`s under the names that they have in linen. It also holds
+a linen module without parameters, which knows the initial values and the mathematics. So both are
+written once, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen cell.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class _Shell(nnx.Module):
         }
 
 
-class Cell(_Shell, nnx.RNNCellBase):
+class CellShell(_Shell, nnx.RNNCellBase):
     """What all cells share. `options` are the fields of the linen cell of the same name.
 
     `metadata` goes to the `nnx.Param`s by path, such as
@@ -103,7 +103,7 @@ class Cell(_Shell, nnx.RNNCellBase):
         return 1
 
 
-class MogrifierLSTMCell(Cell):
+class MogrifierLSTMCell(CellShell):
     """LSTM whose x and h gate each other first (arXiv:1909.01792); 0 rounds is the LSTM.
 
     >>> cell = MogrifierLSTMCell(4, 8, rounds=5, rank=3, rngs=nnx.Rngs(0))
@@ -115,25 +115,25 @@ class MogrifierLSTMCell(Cell):
     linen = layers.MogrifierLSTMCell
 
 
-class LSTMCell(Cell):
+class LSTMCell(CellShell):
     """The LSTM of the paper's baselines: capped input gate, random biases."""
 
     linen = layers.LSTMCell
 
 
-class MLSTMCell(Cell):
+class MLSTMCell(CellShell):
     """Multiplicative LSTM (arXiv:1609.07959), the paper's closest relative."""
 
     linen = layers.MLSTMCell
 
 
-class MogrifierGRUCell(Cell):
+class MogrifierGRUCell(CellShell):
     """GRU whose x and h gate each other first."""
 
     linen = layers.MogrifierGRUCell
 
 
-class MogrifierElmanCell(Cell):
+class MogrifierElmanCell(CellShell):
     """Elman network whose x and h gate each other first."""
 
     linen = layers.MogrifierElmanCell
@@ -253,7 +253,7 @@ class RNN(nnx.RNN):
 
     def in_linen(self) -> from_flax.Pair | None:
         """The module of linen and its parameters, unless the cell is unknown here."""
-        if isinstance(self.cell, Cell):
+        if isinstance(self.cell, CellShell):
             return from_flax.Pair(self.cell.spec, self.cell.params())
         if not self.fast or getattr(self.cell, "carry_init", None) is not None:
             return None
@@ -263,9 +263,9 @@ class RNN(nnx.RNN):
             return None
 
 
-def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> Cell:
+def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> CellShell:
     """A shell around a cell of linen and its parameters."""
-    make = {shell.linen: shell for shell in Cell.__subclasses__()}[type(cell)]
+    make = {shell.linen: shell for shell in CellShell.__subclasses__()}[type(cell)]
     fields = {field.name for field in dataclasses.fields(cell)} - {"hidden_size", "parent", "name"}
     options = {name: getattr(cell, name) for name in fields}
     shell = make(in_features, cell.hidden_size, rngs=nnx.Rngs(0), **options)

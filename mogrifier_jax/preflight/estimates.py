@@ -196,7 +196,7 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
     The training data is scored by the program of the search, at one temperature; counted is its
     time at all of them, which is more.
     """
-    settings, task, window = made.evaluation, made.task, made.config.data.window
+    settings, task, window = made.config.evaluation, made.task, made.config.data.window
     if tasks.kind_of(made.config.data).encoder_decoder:
         return _Evaluation(held, 0.0)
     # As in training, the stripes are those of one group of a batch.

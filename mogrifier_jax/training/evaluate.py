@@ -1,9 +1,9 @@
 """A text scored in order without dropout, and the evaluation before each turn.
 
 Axes: W windows of one dispatch, K logit scales, B stripes, T time, N tokens of the text. A pass
-runs in dispatches of W windows, so that it can show its running score; how many of them are
-wanted is traced, which spares a second program for the last ones. Every pass is driven from
-here. `montecarlo.py` averages over dropout masks, `dyneval.py` adapts the weights on the way.
+runs in dispatches of W windows, so that it can show its running score. How many windows are
+wanted is traced, so the last dispatch, which has fewer, needs no program of its own. Every pass is
+driven from here. `montecarlo.py` averages over dropout masks, `dyneval.py` adapts the weights.
 
 A logit scale multiplies the logits: it is lamb's softmax temperature, and records call it
 "temperature".
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from absl import logging
-from jax.sharding import Mesh, NamedSharding
+from ml_collections import config_dict
 
 from mogrifier_jax import partitioning
 from mogrifier_jax.data import tasks
@@ -73,8 +73,7 @@ def read_targets(plan: tasks.Plan) -> Targets:
     def read(stream):
         return jax.lax.map(lambda index: at(index, stream), jnp.arange(plan.num_windows))
 
-    mesh = mesh_of(plan)
-    everywhere = mesh and partitioning.replicated(mesh)
+    everywhere = plan.mesh and partitioning.replicated(plan.mesh)
     tokens, valid = map(np.asarray, jax.jit(read, out_shardings=everywhere)(plan.stream))
     return Targets(tokens, valid, plan.carries)
 
@@ -90,8 +89,8 @@ class Found(NamedTuple):
 class Deterministic:
     """Scores weights without dropout; compiles once for any weights and for each K.
 
-    Sums have a program of their own: beside the nats of all tokens XLA may add them up in
-    another order, and what training records must not depend on who else looks.
+    Sums have a program of their own. In the program that also returns the nats of all tokens XLA
+    may add them up in another order, and then training would record other numbers.
     """
 
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
@@ -146,7 +145,7 @@ class Deterministic:
     def _jit(self, run):
         zeros = functools.partial(zero_carry, self.model, self.plan)
         everywhere = in_place = None
-        if mesh := mesh_of(self.plan):
+        if mesh := self.plan.mesh:
             everywhere = partitioning.replicated(mesh)
             # Placed the same before and after a dispatch, or else it would be compiled twice.
             in_place = partitioning.shardings({"carry": jax.eval_shape(zeros)}, mesh)["carry"]
@@ -260,17 +259,6 @@ def zero_carry(model: Any, plan: tasks.Plan) -> Any:
     return jax.tree.map(jnp.copy, model.zero_carry(plan.batch_size)) if plan.carries else ()
 
 
-def mesh_of(plan: tasks.Plan) -> Mesh | None:
-    """Where the plan's stripes lie, if on a mesh."""
-    if plan.mesh is not None:
-        return plan.mesh
-    for leaf in jax.tree.leaves(plan.stream):
-        if isinstance(leaf.sharding, NamedSharding):
-            mesh: Any = leaf.sharding.mesh
-            return mesh
-    return None
-
-
 def search_temperature(
     evaluate: Callable[[tuple[float, ...]], Sequence[float]], at_once: int = AT_ONCE
 ) -> float:
@@ -301,20 +289,11 @@ class Scores(NamedTuple):
     temperature: float  # The logit scale.
 
 
-class Settings(NamedTuple):
-    """`config.evaluation`; `configs.py` has the limits."""
-
-    softmax_temperature: float | None = None  # Searched unless set.
-    temperature_tokens: int = 50_000
-    lines_per_stripe: int = 100
-    train_windows: int = 20
-    max_windows: int | None = None  # Of validation and test data; all unless set.
-
-
 class TurnEvaluation:
     """The evaluation before each turn, in lamb's order: training data, temperature, validation.
 
     Args:
+      settings: `config.evaluation`.
       make: makes the passes; those of N stacked runs give N scores.
     """
 
@@ -322,7 +301,7 @@ class TurnEvaluation:
         self,
         model: Any,
         task: tasks.Task,
-        settings: Settings,
+        settings: config_dict.ConfigDict,
         *,
         batch_size: int,
         window: int,
@@ -342,9 +321,9 @@ class TurnEvaluation:
         fixed = self._settings.softmax_temperature
         scales = self.search_temperatures(params) if fixed is None else np.full(train.shape, fixed)
         valid = self.score("valid", params, scales)
-        found = zip(*map(np.ravel, (train, valid, scales)), strict=True)
-        scores = [Scores(*map(float, each)) for each in found]
-        return scores if np.ndim(train) else scores[0]
+        if np.ndim(train) == 0:
+            return Scores(float(train), float(valid), float(scales))
+        return [Scores(*map(float, each)) for each in zip(train, valid, scales, strict=True)]
 
     def search_temperatures(self, params: Any) -> np.ndarray:
         """Each run's own logit scale; they walk down the grid together."""
@@ -375,7 +354,7 @@ class TurnEvaluation:
 def mean_nats(run: Deterministic, params: Any, logit_scale: Any, *args: Any) -> Any:
     """Nats per token at one logit scale, or at that of each stacked run."""
     found = run.sums(params, np.asarray(logit_scale)[..., None], *args)
-    return (found.total / found.count)[..., 0][()]
+    return (found.total / found.count)[..., 0][()]  # [()]: a number if there are no axes.
 
 
 def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import streams
 
 Description = dict[str, dict[str, Any]]
@@ -162,10 +162,9 @@ def compute_checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
 
 def _compute(x: jax.Array) -> jax.Array:
     # One compilation per shape. Replicated, so that every process can read the sums.
-    if isinstance(x.sharding, jax.sharding.NamedSharding):
-        replicated = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec())
-        return jax.jit(_checksum, out_shardings=replicated)(x)
-    return jax.jit(_checksum)(x)
+    mesh: Any = getattr(x.sharding, "mesh", None)
+    everywhere = mesh and partitioning.replicated(mesh)
+    return jax.jit(_checksum, out_shardings=everywhere)(x)
 
 
 def _checksum(x: jax.Array) -> jax.Array:
@@ -184,11 +183,8 @@ def _checksum(x: jax.Array) -> jax.Array:
         position = position * np.uint32(size) + index
     weight = streams.mix(position + np.uint32(0x9E3779B9))
     hashed = streams.mix(bits ^ weight)
-    return jnp.stack([_sum(hashed), _sum(hashed * (weight | np.uint32(1)))])
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x, dtype=jnp.uint32)
+    sums = [hashed.sum(dtype=jnp.uint32), (hashed * (weight | np.uint32(1))).sum(dtype=jnp.uint32)]
+    return jnp.stack(sums)
 
 
 def _is_key(leaf: Any) -> bool:

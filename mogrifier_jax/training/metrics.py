@@ -48,7 +48,10 @@ class Sum(NamedTuple):
 
 def perplexity(nats: float) -> float:
     """Perplexity of a cross-entropy in nats; inf rather than an overflow."""
-    return math.exp(nats) if nats < 700 else math.inf if nats == nats else math.nan
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def bits(nats: float) -> float:
@@ -58,7 +61,9 @@ def bits(nats: float) -> float:
 
 def in_unit(nats: float, unit: str) -> float:
     """A cross-entropy in the unit that people read it in: "ppl", "bpc", "bpb", or "nats"."""
-    return nats if unit == "nats" else perplexity(nats) if unit == "ppl" else bits(nats)
+    if unit == "nats":
+        return nats
+    return perplexity(nats) if unit == "ppl" else bits(nats)
 
 
 # What the units stand for.
@@ -148,9 +153,9 @@ class MetricWriter:
                     self._board.add_scalar(f"{group}/{key}", value, record["step"])
 
 
-def read_metrics(workdir: str | os.PathLike, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The records so far; a last line that is still being written is left out."""
-    path = pathlib.Path(workdir) / name
+    path = pathlib.Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return []
     if not path.is_file():
@@ -161,8 +166,8 @@ def read_metrics(workdir: str | os.PathLike, name: str = "metrics.jsonl") -> lis
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        wanted = {"step"} if name == "speed.jsonl" else {"step", "kind"}
-        if isinstance(record, dict) and wanted <= record.keys() and type(record["step"]) is int:
+        whole = isinstance(record, dict) and {"step", "kind"} <= record.keys()
+        if whole and type(record["step"]) is int:
             records.append(record)
         else:
             logging.warning("%s: this is not a record, left out: %r", path, line[:80])

@@ -54,14 +54,17 @@ def side_by_side(
         args = tuple(_map(lambda a: a[0], args, in_axes))
         return tuple(_map(lambda a: a[None], function(*args), out_axes))
 
-    in_specs, out_specs = (tuple(p.spec for p in places(mesh, a)) for a in (in_axes, out_axes))
     return jax.shard_map(
-        on_a_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        on_a_device,
+        mesh=mesh,
+        in_specs=tuple(place.spec for place in places(mesh, in_axes)),
+        out_specs=tuple(place.spec for place in places(mesh, out_axes)),
+        check_vma=False,
     )
 
 
 def places(mesh: Mesh, axes: Sequence[int | None]) -> tuple[NamedSharding, ...]:
-    """Where values with these axes lie; told to jit, as another place would be compiled for."""
+    """Where values with these axes lie. jit is told: for another place it would compile again."""
     specs = (PartitionSpec("trial") if axis == 0 else PartitionSpec() for axis in axes)
     return tuple(NamedSharding(mesh, spec) for spec in specs)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import tqdm
 from absl import logging
 
@@ -208,15 +209,15 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
         "picture": "learning_curve.png",
     }
     paths = [(label, os.path.join(workdir, name)) for label, name in files.items()]
+    scores = []
+    for split in ("valid", "test"):
+        nats = results[f"{split}_nats"]
+        scores.append((split, f"{nats:.4f} nats, {metrics.show(nats, unit)}"))
     sections = {
         "result": [
             ("best turn", f"{results['best_turn']}, step {results['step']:,}"),
             ("temperature", f"{results['temperature']:.2f}"),
-            *(
-                (split, f"{nats:.4f} nats, {metrics.show(nats, unit)}")
-                for split in ("valid", "test")
-                for nats in (results[f"{split}_nats"],)
-            ),
+            *scores,
         ],
         "saved": [(label, path) for label, path in paths if os.path.exists(path)],
     }
@@ -225,9 +226,8 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
 
 def mebibytes(tree: Any) -> str:
     """How much memory the arrays take, all copies on all devices counted once."""
-    return (
-        f"{sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / 2**20:,.1f} MiB"
-    )
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
@@ -244,48 +244,37 @@ def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.
     train = _points(records, "train", "loss_nats")
     seen = _points(records, "eval", "train_nats")
     valid = _points(records, "eval", "valid_nats")
-    if not valid and not train:
+    if not valid.size and not train.size:
         raise errors.UsageError(f"{workdir / 'metrics.jsonl'} has no numbers yet; nothing to draw")
 
     fig = figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes = fig.add_subplot()
-    if train:
-        axes.plot(*_unzip(train), color="0.75", linewidth=0.8, label="training, with dropout")
-    if seen:
-        axes.plot(*_unzip(seen), color="tab:orange", linewidth=1.4, label="training, evaluated")
-    if valid:
-        axes.plot(
-            *_unzip(valid),
-            color="tab:blue",
-            linewidth=1.8,
-            marker="." if len(valid) < 50 else None,
-            label="validation",
-        )
+    if train.size:
+        axes.plot(*train, color="0.75", linewidth=0.8, label="training, with dropout")
+    if seen.size:
+        axes.plot(*seen, color="tab:orange", linewidth=1.4, label="training, evaluated")
+    if valid.size:
+        marker = "." if valid.shape[1] < 50 else None
+        axes.plot(*valid, color="tab:blue", linewidth=1.8, marker=marker, label="validation")
     _mark_averaging(axes, records)
     _mark_best(axes, records, unit)
-    _limit(axes, train, [*seen, *valid])
+    _limit(axes, train[1], np.concatenate([seen[1], valid[1]]))
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
-    right = axes.twinx()  # Shares the limits below, so that its ticks can be round numbers.
-    right.spines["top"].set_visible(False)
-    _mirror(axes, right, unit)
-    right.legend(
-        *axes.get_legend_handles_labels(), loc="upper right", framealpha=0.9, edgecolor="none"
-    )
+    _add_right_axis(axes, unit)
+    axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
     path = workdir / "learning_curve.png"
     fig.savefig(path, dpi=150)
     return path
 
 
-def _points(records: list[dict[str, Any]], kind: str, key: str) -> list[tuple[int, float]]:
+def _points(records: list[dict[str, Any]], kind: str, key: str) -> np.ndarray:
+    """Steps and finite nats of the records of a kind, [2, N]."""
     points = [(r["step"], float(r[key])) for r in records if r["kind"] == kind and key in r]
-    return [(step, nats) for step, nats in points if math.isfinite(nats)]
-
-
-def _unzip(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [nats for _, nats in points]
+    found = np.array(points).reshape(-1, 2).T
+    return found[:, np.isfinite(found[1])]
 
 
 def _mark_averaging(axes, records: list[dict[str, Any]]) -> None:
@@ -303,42 +292,36 @@ def _mark_best(axes, records: list[dict[str, Any]], unit: str) -> None:
     if not best:
         return
     step, nats = best[-1]["step"], float(best[-1]["valid_nats"])
-    label = f"best: {nats:.4f} nats, {_score(nats, unit)}"
+    label = f"best: {nats:.4f} nats, {metrics.show(nats, unit)}"
     if "turn" in best[-1]:
         label += f", turn {best[-1]['turn']}"
     axes.plot([step], [nats], "*", markersize=11, color="tab:red", label=label, zorder=3)
 
 
-def _limit(axes, train: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
+def _limit(axes, *curves: np.ndarray) -> None:
     """Leaves out the first fall of the loss, which would flatten all the rest."""
-    curves = [sorted(nats for _, nats in points) for points in (train, evaluated) if points]
-    low = min(curve[0] for curve in curves)
-    high = max(curve[int(0.9 * (len(curve) - 1))] for curve in curves)
+    curves = tuple(nats for nats in curves if nats.size)
+    low = min(nats.min() for nats in curves)
+    high = max(np.quantile(nats, 0.9, method="lower") for nats in curves)
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + 3 * margin)
 
 
-def _mirror(axes, right, unit: str) -> None:
-    """Labels the right axis in perplexity or bits, at round values."""
+def _add_right_axis(axes, unit: str) -> None:
+    """The same scale in perplexity or bits, with ticks at round values."""
     from matplotlib import ticker
 
+    def to_nats(score):
+        if unit == "ppl":
+            return np.log(np.maximum(score, 1e-9))  # A tick at 0 is asked for, and not shown.
+        return score * math.log(2)
+
+    to_score = np.exp if unit == "ppl" else metrics.bits
+    right = axes.secondary_yaxis("right", functions=(to_score, to_nats))
+    right.set_ylabel("perplexity" if unit == "ppl" else f"bits per token ({unit})")
     low, high = axes.get_ylim()
-    right.set_ylim(low, high)
-    locator: ticker.Locator = ticker.MaxNLocator(7, steps=[1, 2, 5, 10])
-    if unit == "ppl":
-        if high - low > 1.5:
-            locator = ticker.LogLocator(subs=(1, 2, 5))
-        shown = locator.tick_values(math.exp(low), math.exp(high))
-        ticks = [(math.log(value), f"{value:g}") for value in shown if value > 0]
-        right.set_ylabel("perplexity")
+    if unit == "ppl" and high - low > 1.5:
+        right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     else:
-        shown = locator.tick_values(metrics.bits(low), metrics.bits(high))
-        ticks = [(value * math.log(2), f"{value:g}") for value in shown]
-        right.set_ylabel(f"bits per token ({unit})")
-    ticks = [(place, text) for place, text in ticks if low <= place <= high]
-    right.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
-
-
-def _score(nats: float, unit: str) -> str:
-    number = metrics.number(nats, unit)
-    return f"perplexity {number}" if unit == "ppl" else f"{number} {unit}"
+        right.yaxis.set_major_locator(ticker.MaxNLocator(7, steps=[1, 2, 5, 10]))
+    right.yaxis.set_major_formatter("{x:g}")

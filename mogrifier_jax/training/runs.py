@@ -1,15 +1,23 @@
-"""A config made concrete: what is trained, on what, where, by which rules.
+"""A run before it starts, and what surrounds it: requests to stop, a trace, the compiler's cache.
 
 `make_run` reads every section of a config; `configs.py` refuses what does not fit.
 `train.py` carries a run out.
 """
 
+import contextlib
 import os
-from collections.abc import Collection
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from absl import logging
+from jax.experimental import multihost_utils
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
@@ -32,7 +40,6 @@ class Run(NamedTuple):
     program: steps.Program
     hyper: steps.Hyperparameters
     rules: schedule.Rules
-    evaluation: evaluate.Settings
 
     @property
     def batch_size(self) -> int:
@@ -60,7 +67,7 @@ class Run(NamedTuple):
         return evaluate.TurnEvaluation(
             self.model,
             self.task,
-            self.evaluation,
+            self.config.evaluation,
             batch_size=self.batch_size // self.program.accumulate,
             window=self.config.data.window,
             **options,
@@ -97,14 +104,12 @@ def make_run(
     configs.check(config)
     mesh = mesh or make_mesh(config)
     optimizer = dict(config.optimizer)
-    names = ("learning_rate", "l2_penalty")
-    learning_rate, l2_penalty = (optimizer.pop(name) for name in names)
+    learning_rate, l2_penalty = optimizer.pop("learning_rate"), optimizer.pop("l2_penalty")
     accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
     groups = accumulation["accumulate"]
     optimizer = steps.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule, **averaging_rules(config.averaging))
     average = schedule.make_averaging(config.averaging.kind)
-    evaluation = evaluate.Settings(**config.evaluation)
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
@@ -117,11 +122,14 @@ def make_run(
     drop_state = config.data.drop_state_probability
     hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
     program = steps.Program(model, optimizer, average, task.batch_at, **accumulation)
-    return Run(config, mesh, task, model, program, hyper, rules, evaluation)
+    return Run(config, mesh, task, model, program, hyper, rules)
 
 
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
-    """The mesh of a config; of CPU cores that no user counted, as many as divide the batch."""
+    """The mesh of a config.
+
+    If `use_cores` chose the number of devices, the batch is split over as many as divide it.
+    """
     mesh = partitioning.make_mesh(**config.mesh)
     if config.mesh.data == -1 and partitioning.counted_cores():
         batch_size = config.data.batch_size // config.optimizer.accumulate
@@ -190,3 +198,116 @@ def check_memory(run: Run) -> None:
                 f"{what} {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}; "
                 f"lower {remedy}"
             )
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in ~/.cache, unless JAX_COMPILATION_CACHE_DIR names another folder.
+
+    JAX_ENABLE_COMPILATION_CACHE=false switches it off.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        base = os.environ.get("MOGRIFIER_CACHE_DIR") or "~/.cache/mogrifier_jax"
+        folder = pathlib.Path(base).expanduser() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def check_flags() -> None:
+    """Refuses XLA_FLAGS that the library does not know: reading them, it would end the process."""
+    value = os.environ.get("XLA_FLAGS")
+    if not value:
+        return
+    read = "x.CompileOptions().executable_build_options.debug_options"
+    command = [sys.executable, "-c", f"from jaxlib import xla_client as x; {read}"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        reason = found.stderr.strip().partition("\n")[0].rpartition("] ")[2]
+        raise errors.UsageError(
+            f"XLA_FLAGS={value!r} cannot be read ({reason}); correct or unset the variable"
+        )
+
+
+class Trace:
+    """A `jax.profiler` trace of the dispatches that hold steps N to M, in <workdir>/profile."""
+
+    def __init__(self, workdir: str | os.PathLike, steps: str | None = None):
+        self._folder = pathlib.Path(workdir) / "profile"
+        self._first, self._last = parse_steps(steps) if steps else (0, 0)
+        self._running = False
+
+    @contextlib.contextmanager
+    def steps(self, done: int, count: int) -> Iterator[None]:
+        """Put this around the dispatch of `count` steps that follow the first `done` ones."""
+        wanted = done < self._last and done + count >= self._first
+        if wanted and not self._running:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+        yield
+        if self._running and done + count >= self._last:
+            jax.profiler.stop_trace()
+            self._running = False
+            logging.info(
+                "a trace of steps %d to %d is in %s", self._first, self._last, self._folder
+            )
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """Reads "N:M", counted from 1, both included."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise errors.UsageError(
+            f"--profile_steps={text} is not N:M with 1 <= N <= M; give two steps, such as 101:120"
+        )
+    return int(first), int(last)
+
+
+class StopRequests:
+    """Notes requests to stop; ask `requested()` between dispatches, equally often in all processes.
+
+    With `jax.distributed` the runtime itself listens for SIGTERM and makes every process stop at
+    the same call. Without it SIGTERM and the first Ctrl-C are caught here; a second Ctrl-C
+    interrupts at once. An inner `with` gives the object of the outer one.
+    """
+
+    _listening: "StopRequests | None" = None
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        if StopRequests._listening is not None:
+            return StopRequests._listening
+        StopRequests._listening = self
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if on_main_thread and not jax.distributed.is_initialized():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        if StopRequests._listening is self:
+            StopRequests._listening = None
+
+    def check(self) -> None:
+        """Stops at once, if asked to, where there is nothing to save yet; for one process alone."""
+        if self._signal is not None:
+            raise errors.Interrupted("stopped before the first step; the same command goes on")
+
+    def requested(self) -> bool:
+        """Whether to save and stop now; the same answer in every process."""
+        if jax.distributed.is_initialized():
+            # The runtime names one call at which all stop, so they are counted one by one.
+            self._calls += 1
+            return multihost_utils.reached_preemption_sync_point(self._calls)
+        return self._signal is not None
+
+    def _note(self, number: int, _) -> None:
+        if self._signal == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self._signal = number
+        hint = "; again to stop at once" if number == signal.SIGINT else ""
+        logging.warning("%s: saving and stopping%s", signal.Signals(number).name, hint)

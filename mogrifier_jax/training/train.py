@@ -28,7 +28,6 @@ from mogrifier_jax.training import (
     programs,
     progress,
     runs,
-    runtime,
     schedule,
     steps,
     workdirs,
@@ -43,12 +42,12 @@ def train_and_evaluate(
     config: config_dict.ConfigDict, workdir: str, *, profile_steps: str | None = None
 ) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
-    trace = runtime.Trace(workdir, profile_steps)
+    trace = runs.Trace(workdir, profile_steps)
     workdirs.check_place(workdir)
     workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
     with contextlib.ExitStack() as stack:
         # Before anything compiles: what a handler raises inside the compiler would be lost.
-        with runtime.StopRequests() as stop:
+        with runs.StopRequests() as stop:
             run = runs.make_run(config)
             stop.check()
             book = stack.enter_context(open_book(run, workdir))
@@ -80,10 +79,10 @@ def train(books: Sequence["Book"], compiled: Compiled) -> list[Outcome]:
 def train_turns(
     books: Sequence["Book"],
     compiled: Compiled,
-    trace: runtime.Trace | None = None,
+    trace: runs.Trace | None = None,
 ) -> dict[int, "Loop"]:
     """All turns, those runs together that are at the same point; returns the loop of each book."""
-    with runtime.StopRequests() as stop:
+    with runs.StopRequests() as stop:
         restored = [book.restore() for book in books]
         stop.check()
         points = [
@@ -93,7 +92,7 @@ def train_turns(
         loops: dict[int, Loop] = {}
         for point in sorted(set(points)):
             group = [i for i, other in enumerate(points) if other == point]
-            loop = Loop([books[i] for i in group], compiled, trace or runtime.Trace("."))
+            loop = Loop([books[i] for i in group], compiled, trace or runs.Trace("."))
             states = [state for i in group if (state := restored[i]) is not None]
             loop.train(compiled.stack(states) if states else compiled.init())
             loops |= dict.fromkeys(group, loop)
@@ -155,7 +154,7 @@ class Book:
 
     @property
     def stop(self) -> schedule.Stop | None:
-        """Why the run has come to its end, if it has; asked of what is saved, it stays there."""
+        """Why the run has ended, or None; it follows from what is saved, also after a resume."""
         return schedule.should_stop(self.done, self.run.rules) if self.done.history else None
 
     @property
@@ -290,7 +289,7 @@ class Loop:
         self,
         books: Sequence[Book],
         compiled: Compiled,
-        trace: runtime.Trace,
+        trace: runs.Trace,
     ):
         self.books, self._compiled, self._trace = list(books), compiled, trace
         self.outcomes: list[Outcome | None] = [None] * len(books)
@@ -300,16 +299,14 @@ class Loop:
     def active(self) -> list[int]:
         """Which runs go on."""
         return [
-            i
-            for i, book in enumerate(self.books)
-            if self.outcomes[i] is None and not (book.done.history and book.stop)
+            i for i, book in enumerate(self.books) if self.outcomes[i] is None and not book.stop
         ]
 
     def train(self, state: Any) -> None:
         """Turn after turn, until all have come to an end."""
         run = self._compiled.run
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(runtime.StopRequests())
+            stop = stack.enter_context(runs.StopRequests())
             self._bar = stack.enter_context(
                 progress.Bar(
                     run.rules.turns * run.rules.steps_per_turn,

@@ -230,8 +230,8 @@ def replace_text(path: str | os.PathLike, text: str) -> None:
 def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     """A file to write, which takes the place of `path` when the block has ended well.
 
-    It has a name of its own, is created and never opened, and is on the disk before it is
-    renamed. A device, such as /dev/stdout, is written to.
+    The file has a random name that no other file has, and is synced to the disk before it is
+    renamed. A device, such as /dev/stdout, is written to directly.
     """
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():

@@ -13,7 +13,7 @@ import mogrifier_jax
 from experiments import text as experiment
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import explore, gating
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from tests import browser as browsers
 from tests import workdir
 
@@ -42,7 +42,7 @@ def make_words(folder):
     with config.unlocked():
         config.model.update(hidden_size=5, num_layers=1, rounds=1, rank=2)
         config.data.update(level="word", window=8)
-    vocab = vocabulary.Vocabulary.from_text("the cat sat on the mat\nand so on\n", "word")
+    vocab = corpora.Vocabulary.from_text("the cat sat on the mat\nand so on\n", "word")
     return mogrifier_jax.load(workdir.write_run(folder, config, vocab))
 
 
@@ -130,7 +130,7 @@ def test_maps_together_stay_within_the_limit():
     ],
 )
 def test_a_text_is_cut_after_its_first_tokens(level, text, length, expected):
-    vocab = vocabulary.Vocabulary.from_text("a b\n", level)
+    vocab = corpora.Vocabulary.from_text("a b\n", level)
     found = explore.first_tokens(vocab, text, length)
     assert found.strip() == expected.strip()
     assert len(vocab.encode(found)) == min(length, len(vocab.encode(text)))
@@ -146,7 +146,7 @@ def test_a_text_is_cut_after_its_first_tokens(level, text, length, expected):
     ],
 )
 def test_unknown_tokens_keep_their_spelling(level, text, expected):
-    vocab = vocabulary.Vocabulary.from_text("a b\n", level)
+    vocab = corpora.Vocabulary.from_text("a b\n", level)
     assert explore.spell_unknown(vocab, text, vocab.encode(text)) == expected
 
 
@@ -206,7 +206,7 @@ def test_texts_that_cannot_be_read_are_refused(folders, tmp_path):
 @pytest.mark.slow
 def test_runs_that_do_not_go_together_are_refused(folders, models, tmp_path):
     other = mogrifier_jax.load(folders / "lstm")
-    other.vocabulary = vocabulary.Vocabulary.from_text("other\n", "character")
+    other.vocabulary = corpora.Vocabulary.from_text("other\n", "character")
     with pytest.raises(errors.UsageError, match=r"different vocabularies \(14 and 7 tokens\); giv"):
         models[0].explore("ab", other)
     alone = mogrifier_jax.load(folders / "lstm")
@@ -295,11 +295,11 @@ def test_the_command_line_writes_into_the_first_workdir(folders, models, tmp_pat
     with config.unlocked():
         config.model.update(hidden_size=4, num_layers=1, rounds=2)
         config.data.update(path=str(tmp_path / "corpus.txt"))
-    vocab = vocabulary.Vocabulary.from_text(TEXT, config.data.level)
+    vocab = corpora.Vocabulary.from_text(TEXT, config.data.level)
     folder = workdir.write_run(tmp_path / "run", config, vocab)
     data = data_of(explore.Page(explore.run([str(folder)], length=30).read_text(), ""))
     assert data["source"] == "the validation text of text" and len(data["tokens"]) == 30
-    shown = "".join(data["words"][i] for i in data["tokens"]).replace(vocabulary.EOS, "\n")
+    shown = "".join(data["words"][i] for i in data["tokens"]).replace(corpora.EOS, "\n")
     assert shown in TEXT and not TEXT.startswith(shown)
     # All of it, if there is no more.
     data = data_of(explore.Page(explore.run([str(folder)]).read_text(), ""))
@@ -404,7 +404,7 @@ def check_card(browser, models, token):
             for (word, _, p), i, exact in list(
                 zip(found, every.ids[place], every.probabilities[place], strict=True)
             )[:-1]:  # The last one may be the token that comes.
-                spelt = {" ": "␣", vocabulary.EOS: "↵"}
+                spelt = {" ": "␣", corpora.EOS: "↵"}
                 own = model.vocabulary.tokens[i]
                 assert word == spelt.get(own, own)
                 assert number(p) == pytest.approx(100 * exact, abs=0.0501) or p == "<0.1%"

@@ -9,7 +9,7 @@ import pytest
 
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import gating, inspection
-from mogrifier_jax.data import tasks, vocabulary
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 from tests import quick
@@ -116,7 +116,7 @@ def trial():
     rng = np.random.default_rng(1)
     tokens = rng.integers(1, VOCAB, LINES * 4).astype(np.uint8)
     tokens[3::4] = 0
-    split = vocabulary.EncodedSplit(tokens, np.arange(LINES) * 4)
+    split = corpora.EncodedSplit(tokens, np.arange(LINES) * 4)
     plan = tasks.plan_text(split, 0, STRIPES, WINDOW)
     stripes = tokens.reshape(STRIPES, -1)
     inputs = np.concatenate([np.zeros((STRIPES, 1), int), stripes[:, :-1]], 1).astype(np.int32)
@@ -159,7 +159,7 @@ def test_strong_gating_is_found_where_it_is(trial):
     )
     row, step = np.unravel_index(total.argmax(), total.shape)
     assert moments[0].context[-1] == inputs[row, step] and len(moments[0].context) <= WINDOW
-    vocab = vocabulary.Vocabulary(("<UNK>", "a", "b", "c", "d", "e", "▼"), "word")
+    vocab = corpora.Vocabulary(("<UNK>", "a", "b", "c", "d", "e", "▼"), "word")
     found = {row["token"]: row for row in report.token_rows(vocab)}
     for token, name in enumerate(vocab.tokens):
         assert found[name]["count"] == (inputs == token).sum()
@@ -179,7 +179,7 @@ def test_twice_and_half_are_equally_strong():
 def test_models_without_rounds_have_gates_too():
     model = models.make_model(VOCAB, cell="lstm", hidden_size=3, num_layers=1)
     params = quick.jit(model.init)(jax.random.key(0), **model.example())["params"]
-    split = vocabulary.EncodedSplit(np.array([1, 2, 0], np.uint8), np.array([0]))
+    split = corpora.EncodedSplit(np.array([1, 2, 0], np.uint8), np.array([0]))
     report = gating.GateAnalysis(model, tasks.plan_text(split, 0, 1, 4))(params)
     assert [row["gate"] for row in report.rows()] == ["c", "f", "i", "j", "o"]
     assert report.rounds == 0 and report.strongest() == [] and report.counts.sum() == 3

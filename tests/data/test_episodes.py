@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import streams, vocabulary
+from mogrifier_jax.data import corpora, streams
 
 LINES = ["a b c", "", "d", "e f g h i j", "a a"]
 
@@ -17,7 +17,7 @@ LINES = ["a b c", "", "d", "e f g h i j", "a a"]
 @pytest.fixture(scope="module")
 def corpus():
     text = "\n".join(LINES) + "\n"
-    vocab = vocabulary.Vocabulary.from_text(text, "word")
+    vocab = corpora.Vocabulary.from_text(text, "word")
     return vocab, vocab.encode_split(text)
 
 
@@ -112,7 +112,7 @@ def test_training_lines_follow_the_shuffled_order(corpus):
 
 
 def test_a_split_without_lines_is_refused():
-    empty = vocabulary.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
+    empty = corpora.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
     with pytest.raises(errors.UsageError, match="lines"):
         streams.make_line_stream(empty, jax.random.key(0), 0)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import streams, vocabulary
+from mogrifier_jax.data import corpora, streams
 
 EOS = 9
 
@@ -19,7 +19,7 @@ def make_split(seed, num_lines, longest=6):
     rng = np.random.default_rng(seed)
     lines = [[*rng.integers(0, EOS, rng.integers(0, longest + 1)), EOS] for _ in range(num_lines)]
     starts = np.cumsum([0, *map(len, lines)])[:-1]
-    return lines, vocabulary.EncodedSplit(np.concatenate(lines).astype(np.uint8), starts)
+    return lines, corpora.EncodedSplit(np.concatenate(lines).astype(np.uint8), starts)
 
 
 def read_lines(lines, base, draw):
@@ -221,7 +221,7 @@ def test_trials_may_be_vectorised():
 
 
 def test_ten_line_example():
-    vocab = vocabulary.Vocabulary.from_tokens([f"w{i}" for i in range(10)], "word")
+    vocab = corpora.Vocabulary.from_tokens([f"w{i}" for i in range(10)], "word")
     split = vocab.encode_split("".join(f"w{i}\n" for i in range(10)))
     stream = streams.make_eval_stream(split, 3, vocab.eos_id)
 
@@ -273,16 +273,14 @@ def test_states_are_dropped_at_random_but_never_before_the_first_window():
     assert np.any(kept[5] != kept[6]) and np.any(kept[5] != keep(jax.random.key(1), 6, 1000, 0.01))
 
 
-def test_bad_requests_are_refused(mesh):
+def test_bad_requests_are_refused():
     _, split = make_split(0, 20)
     key = jax.random.key(0)
     for batch_size in (0, 21):
         with pytest.raises(errors.UsageError, match=f"batch_size {batch_size} .* 20 lines"):
             streams.make_train_stream(split, batch_size, key, EOS)
-    with pytest.raises(errors.UsageError, match=r"batch_size 6 .* data axis \(4\)"):
-        streams.make_train_stream(split, 6, key, EOS, mesh)
     with pytest.raises(errors.UsageError, match="at least one"):
         streams.make_eval_stream(split, 0, EOS)
-    empty = vocabulary.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
+    empty = corpora.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
     with pytest.raises(errors.UsageError, match="0 tokens"):
         streams.make_train_stream(empty, 1, key, EOS)

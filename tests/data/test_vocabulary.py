@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 
 BREAKS = "\n \r \v \f \x1c \x1d \x1e \x85 \u2028 \u2029 \r\n".split(" ")
 
@@ -16,7 +16,7 @@ def simulate(text, level):
     lines = []
     for line in text.splitlines(keepends=True):
         tokens = line.split() if level == "word" else list(line.removesuffix("\n"))
-        lines.append([*tokens, vocabulary.EOS])
+        lines.append([*tokens, corpora.EOS])
     return lines
 
 
@@ -27,7 +27,7 @@ def random_text(seed, size=2000):
 
 
 def test_ids_are_in_code_point_order_with_eos_and_unknown_added():
-    vocab = vocabulary.Vocabulary.from_text("b a <unk> Z é\n日 a\n", "word")
+    vocab = corpora.Vocabulary.from_text("b a <unk> Z é\n日 a\n", "word")
     assert vocab.tokens == ("<UNK>", "<unk>", "Z", "a", "b", "é", "▼", "日")
     assert (vocab.unknown_id, vocab.eos_id) == (0, 6)
 
@@ -36,7 +36,7 @@ def test_ids_are_in_code_point_order_with_eos_and_unknown_added():
 @pytest.mark.parametrize("seed", range(4))
 def test_encoding_equals_a_simulation_line_by_line(level, seed):
     text = random_text(seed)
-    vocab = vocabulary.Vocabulary.from_text(text, level)
+    vocab = corpora.Vocabulary.from_text(text, level)
     lines = simulate(text, level)
     expected = [vocab.ids[token] for line in lines for token in line]
     starts = np.cumsum([0, *map(len, lines)])[:-1]
@@ -51,30 +51,30 @@ def test_encoding_equals_a_simulation_line_by_line(level, seed):
 def test_encoding_bytes_equals_encoding_their_cp437_characters():
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
     text = data.decode("cp437")
-    by_byte = vocabulary.Vocabulary.from_text(data, "byte")
-    by_character = vocabulary.Vocabulary.from_text(text, "character")
+    by_byte = corpora.Vocabulary.from_text(data, "byte")
+    by_character = corpora.Vocabulary.from_text(text, "character")
     assert by_byte.tokens == by_character.tokens
     a, b = by_byte.encode_split(data), by_character.encode_split(text)
     np.testing.assert_array_equal(a.tokens, b.tokens)
     np.testing.assert_array_equal(a.line_starts, b.line_starts)
     assert b"\r" in data and b"\x85" in data
-    latin = vocabulary.Vocabulary.from_text(data.decode("latin-1"), "character")
+    latin = corpora.Vocabulary.from_text(data.decode("latin-1"), "character")
     assert latin.tokens != by_byte.tokens
 
 
 def test_lines_span_blocks(monkeypatch):
     text = random_text(5)
-    vocab = vocabulary.Vocabulary.from_text(text, "character")
+    vocab = corpora.Vocabulary.from_text(text, "character")
     whole = vocab.encode_split(text)
-    monkeypatch.setattr(vocabulary, "_BLOCK", 7)
-    assert vocabulary.Vocabulary.from_text(text, "character") == vocab
+    monkeypatch.setattr(corpora, "_BLOCK", 7)
+    assert corpora.Vocabulary.from_text(text, "character") == vocab
     for a, b in zip(whole, vocab.encode_split(text), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("level", vocabulary.LEVELS)
+@pytest.mark.parametrize("level", corpora.LEVELS)
 def test_a_last_line_without_newline_gets_eos_and_no_text_gives_no_lines(level):
-    vocab = vocabulary.Vocabulary.from_text("a b\n", level)
+    vocab = corpora.Vocabulary.from_text("a b\n", level)
     eos = vocab.eos_id
     assert vocab.encode_split("a\nb").tokens.tolist() == [vocab.ids["a"], eos, vocab.ids["b"], eos]
     assert (
@@ -85,39 +85,39 @@ def test_a_last_line_without_newline_gets_eos_and_no_text_gives_no_lines(level):
     assert len(empty.tokens) == len(empty.line_starts) == 0
 
 
-@pytest.mark.parametrize("level", vocabulary.LEVELS)
+@pytest.mark.parametrize("level", corpora.LEVELS)
 @pytest.mark.parametrize("text", ["", "ab c", "ab c\n", "\n", "a\n\nb", "ca b\nab"])
 def test_decoding_inverts_encoding(level, text):
-    vocab = vocabulary.Vocabulary.from_text("ab c ca b a\n", level)
+    vocab = corpora.Vocabulary.from_text("ab c ca b a\n", level)
     assert vocab.decode(vocab.encode(text)) == text
     assert vocab.encode(text).dtype == np.uint8
 
 
 def test_a_prompt_is_not_closed_but_a_split_is():
-    vocab = vocabulary.Vocabulary.from_text("ab", "character")
+    vocab = corpora.Vocabulary.from_text("ab", "character")
     assert vocab.encode("ab").tolist() == vocab.encode_split("ab").tokens.tolist()[:-1]
     assert vocab.encode("ab\n").tolist() == vocab.encode_split("ab").tokens.tolist()
 
 
 def test_unseen_tokens_are_unknown_and_can_be_named():
-    words = vocabulary.Vocabulary.from_text("a b", "word")
+    words = corpora.Vocabulary.from_text("a b", "word")
     assert words.encode("a x b y x").tolist() == words.encode("a <UNK> b <UNK> <UNK>").tolist()
     assert words.find_unknown("a x b y x\n") == ["x", "y"]
-    characters = vocabulary.Vocabulary.from_text("ab", "character")
+    characters = corpora.Vocabulary.from_text("ab", "character")
     assert characters.find_unknown("é a\nb é") == ["é", " "]
     assert characters.decode(characters.encode("aéb")) == "a\ufffdb"
-    by_byte = vocabulary.Vocabulary.from_text("aé", "byte")
+    by_byte = corpora.Vocabulary.from_text("aé", "byte")
     assert by_byte.find_unknown("é aü\n") == ["0x20", "0xbc"]
     assert by_byte.decode(by_byte.encode("éa")) == "éa"
 
 
-@pytest.mark.parametrize("level", vocabulary.LEVELS)
+@pytest.mark.parametrize("level", corpora.LEVELS)
 def test_a_saved_vocabulary_encodes_alike(level):
-    vocab = vocabulary.Vocabulary.from_text(random_text(1), level)
-    copy = vocabulary.Vocabulary.from_json(vocab.to_json())
+    vocab = corpora.Vocabulary.from_text(random_text(1), level)
+    copy = corpora.Vocabulary.from_json(vocab.to_json())
     assert copy == vocab
     np.testing.assert_array_equal(copy.encode("abc é"), vocab.encode("abc é"))
-    assert copy != vocabulary.Vocabulary.from_text("abc", level)
+    assert copy != corpora.Vocabulary.from_text("abc", level)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_a_saved_vocabulary_encodes_alike(level):
 )
 def test_json_that_is_no_vocabulary_is_refused(text):
     with pytest.raises(errors.UsageError, match="vocabulary"):
-        vocabulary.Vocabulary.from_json(text)
+        corpora.Vocabulary.from_json(text)
 
 
 def test_an_unknown_level_is_refused():
     with pytest.raises(errors.UsageError, match="word, character, byte"):
-        vocabulary.Vocabulary.from_text("a", "sentence")
+        corpora.Vocabulary.from_text("a", "sentence")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_unknown_level_is_refused():
 )
 def test_ids_take_the_smallest_dtype(num_types, dtype):
     words = [f"w{i}" for i in range(num_types)]
-    vocab = vocabulary.Vocabulary.from_tokens(words, "word")
+    vocab = corpora.Vocabulary.from_tokens(words, "word")
     split = vocab.encode_split(" ".join(words))
     assert split.tokens.dtype == dtype
     assert sorted(split.tokens.tolist()) == sorted({*range(num_types + 2)} - {vocab.unknown_id})

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.data import tasks
-from mogrifier_jax.data import vocabulary as vocabularies
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.evaluation import montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -18,7 +17,7 @@ WINDOW, SAMPLES = 5, 6
 DROPOUT = models.Dropout(state=0.3, output=0.4)
 KEY = jax.random.key(7)
 LINES = [f"{'abcdefgh'[i % 8] * (i % 5 + 1)}{'xyz'[i % 3]}" for i in range(14)]
-VOCAB = vocabularies.Vocabulary.from_text("\n".join(LINES), "character")
+VOCAB = corpora.Vocabulary.from_text("\n".join(LINES), "character")
 SPLIT = VOCAB.encode_split("\n".join(LINES))
 
 

@@ -11,7 +11,6 @@ import pytest
 from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
-from mogrifier_jax.data import vocabulary as vocabularies
 from mogrifier_jax.data.datasets import text as local_text
 from mogrifier_jax.evaluation import methods, pretrained, scoring
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
@@ -31,7 +30,7 @@ def small_corpus():
         return corpora._encode(name, "character", "character", iter(parts))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(corpora._READERS, "pydoc", (read, ()))
+        patch.setitem(corpora._readers(), "pydoc", (read, ()))
         # One device compiles sooner; the tests of the methods have meshes.
         make_mesh = partitioning.make_mesh
         patch.setattr(
@@ -177,7 +176,7 @@ def test_any_text_can_be_scored_without_the_corpus(workdir, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_ensembles_average_probabilities(workdir, tmp_path):
-    vocab = vocabularies.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
+    vocab = corpora.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
     ids = np.array([1, 2, 3], np.int32)
     for name, nats in (("a", [1.0, 2.0, 3.0]), ("b", [2.0, 1.0, 3.0])):
         scores = TokenScores(ids, np.array(nats, np.float32))
@@ -284,9 +283,9 @@ def _damage(folder, what):
     if what == "checkpoints":
         shutil.rmtree(folder / "checkpoints")
     elif what == "vocabulary":
-        vocab = vocabularies.Vocabulary.from_json(workdirs.read_vocabulary(folder))
+        vocab = corpora.Vocabulary.from_json(workdirs.read_vocabulary(folder))
         others = [t for t in vocab.tokens if t not in "xyz"] + ["X", "Y", "Z"]
-        changed = vocabularies.Vocabulary.from_tokens(others, "character")
+        changed = corpora.Vocabulary.from_tokens(others, "character")
         (folder / "vocabulary.json").write_text(changed.to_json())
     elif what:
         (folder / what).write_bytes(b"" if what == "empty.txt" else b"\xff\xfe")

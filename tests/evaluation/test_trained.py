@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained, trained
 from mogrifier_jax.nn import models
 from tests import quick
 
 TEXT = "ab cd\nfish été\n"
-LEVELS = {level: vocabulary.Vocabulary.from_text(TEXT, level) for level in vocabulary.LEVELS}
+LEVELS = {level: corpora.Vocabulary.from_text(TEXT, level) for level in corpora.LEVELS}
 VOCAB = LEVELS["character"]
 
 

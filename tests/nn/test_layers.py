@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, layers, sizing
+from mogrifier_jax.nn import cells, layers, models
 from tests import quick, reference
 
 T, B, D, H = 5, 3, 4, 6
@@ -104,11 +104,11 @@ def test_formula_counts_every_cell_and_switch(variant):
     cell = layers.CELLS[name](H, **{"rounds": 0, **options})
     shapes = jax.eval_shape(lambda key: cell.init(key, D, method="weights"), jax.random.key(0))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    sizes = {key: value for key, value in options.items() if hasattr(sizing.CellOptions, key)}
-    model = dict(vocab_size=1, hidden_size=H, embedding_size=D, num_layers=1, cell=name)
-    assert sizing.count_by_part(**model, **sizes)["recurrent"] == count
-    more = {**sizes, "scaling": not sizes.get("scaling", False)}
-    assert sizing.count_by_part(**model, **more)["recurrent"] != count
+    options = {"rounds": 0, **options}
+    model = models.LanguageModel(1, H, D, num_layers=1, cell=name, cell_options=options)
+    assert models.count_parameters(model)["recurrent"] == count
+    more = {**options, "scaling": not options.get("scaling", False)}
+    assert models.count_parameters(model.copy(cell_options=more))["recurrent"] != count
 
 
 # Bad input.

@@ -1,5 +1,6 @@
 """Counts against the published sizes, and against shapes counted one by one."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -8,16 +9,35 @@ import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import layers, models, sizing
+from mogrifier_jax.nn import layers, models
 
 TUNED = json.loads((pathlib.Path(__file__).parents[1] / "tuned_values.json").read_text())[
     "experiments"
 ]
-COPY_TASK = dict(vocab_size=1003, num_layers=1, rounds=0, encoder_decoder=True)
+OF_MODEL = {field.name for field in dataclasses.fields(models.LanguageModel)}
+
+
+def make(vocab_size, hidden_size, embedding_size, **options):
+    """A model; options that are not the model's own are the cell's."""
+    own = {name: value for name, value in options.items() if name in OF_MODEL}
+    of_cell = {name: value for name, value in options.items() if name not in OF_MODEL}
+    return models.LanguageModel(
+        vocab_size, hidden_size, embedding_size, cell_options=of_cell, **own
+    )
+
+
+def count(model):
+    return sum(models.count_parameters(model).values())
+
+
+def solve(budget, vocab_size, ratio, **options):
+    return models.solve_hidden_size(
+        budget, lambda h: make(vocab_size, h, models.embedding_size(h, ratio), **options)
+    )
 
 
 def model_sizes(values):
-    """The keywords of `count_by_part` among a row's values."""
+    """The options of a model among a row's values."""
     names = ("num_layers", "rounds", "rank", "tied_embeddings", "mixture_components")
     return {name: values[f"model.{name}"] for name in names}
 
@@ -28,18 +48,11 @@ def test_published_hidden_sizes(name):
     values, kwargs = row["values"], model_sizes(row["values"])
     budget, ratio = values["model.num_params"], values["model.embedding_ratio"]
     for vocab_size, hidden_size, embedding_size in row["sizes"]:
-        solved = sizing.solve_hidden_size(
-            budget, vocab_size=vocab_size, embedding_ratio=ratio, **kwargs
-        )
-        assert (solved, sizing.embedding_size(solved, ratio)) == (hidden_size, embedding_size)
+        solved = solve(budget, vocab_size, ratio, **kwargs)
+        assert (solved, models.embedding_size(solved, ratio)) == (hidden_size, embedding_size)
     if row["parameters"]:
         counts = [
-            sizing.count_parameters(
-                vocab_size=vocab_size,
-                hidden_size=h,
-                embedding_size=sizing.embedding_size(h, ratio),
-                **kwargs,
-            )
+            count(make(vocab_size, h, models.embedding_size(h, ratio), **kwargs))
             for h in (hidden_size, hidden_size + 1)
         ]
         assert counts == row["parameters"]
@@ -54,15 +67,8 @@ def real_count(model, *inputs):
 @pytest.mark.parametrize("name", TUNED)
 def test_formula_counts_the_model_as_built(name):
     kwargs = model_sizes(TUNED[name]["values"])
-    vocab_size, hidden_size, embedding_size = TUNED[name]["sizes"][0]
-    sizes = dict(
-        vocab_size=vocab_size, hidden_size=hidden_size, embedding_size=embedding_size, **kwargs
-    )
-    cell_options = {key: kwargs.pop(key) for key in ("rounds", "rank")}
-    model = models.LanguageModel(
-        vocab_size, hidden_size, embedding_size, cell_options=cell_options, **kwargs
-    )
-    assert real_count(model, jnp.zeros((1, 2), jnp.int32)) == sizing.count_parameters(**sizes)
+    model = make(*TUNED[name]["sizes"][0], **kwargs)
+    assert real_count(model, jnp.zeros((1, 2), jnp.int32)) == count(model)
 
 
 @pytest.mark.parametrize("name", [name for name in TUNED if len(TUNED[name]["sizes"]) > 1])
@@ -72,21 +78,18 @@ def test_rows_by_vocabulary_begin_where_the_table_says(name):
     kwargs = model_sizes(row["values"])
     ratio = row["values"]["model.embedding_ratio"]
     for (_, before, _), (vocab_size, after, _) in zip(row["sizes"], row["sizes"][1:], strict=False):
-        solved = [
-            sizing.solve_hidden_size(24_000_000, vocab_size=v, embedding_ratio=ratio, **kwargs)
-            for v in (vocab_size - 1, vocab_size)
-        ]
+        solved = [solve(24_000_000, v, ratio, **kwargs) for v in (vocab_size - 1, vocab_size)]
         assert solved == [before, after]
 
 
 @pytest.mark.parametrize("embedding_size, hidden_size", [(498, 787), (493, 790)])
 def test_copy_task_sizes_are_maximal(embedding_size, hidden_size):
-    def count(h):
-        return sizing.count_parameters(hidden_size=h, embedding_size=embedding_size, **COPY_TASK)
+    def make_copier(h):
+        return models.EncoderDecoder(1003, h, embedding_size, cell_options={"rounds": 0})
 
-    assert count(hidden_size) <= 10_000_000 < count(hidden_size + 1)
-    model = models.EncoderDecoder(1003, hidden_size, embedding_size, cell_options={"rounds": 0})
-    assert real_count(model, *model.example().values()) == count(hidden_size)
+    model = make_copier(hidden_size)
+    assert count(model) <= 10_000_000 < count(make_copier(hidden_size + 1))
+    assert real_count(model, *model.example().values()) == count(model)
 
 
 # [D, H, options, tensors]: every tensor of one layer written out.
@@ -123,9 +126,8 @@ def size(shapes):
 
 @pytest.mark.parametrize("cell, options, shapes", LAYERS)
 def test_layers_have_the_tensors_written_out(cell, options, shapes):
-    parts = sizing.count_by_part(
-        vocab_size=7, hidden_size=H, embedding_size=D, num_layers=1, cell=cell, **options
-    )
+    options = {"rounds": 0, **options}
+    parts = models.count_parameters(make(7, H, D, num_layers=1, cell=cell, **options))
     assert parts["recurrent"] == size(shapes)
     assert parts["embedding"] == 7 * D
     assert parts["projection"] == H * D
@@ -141,7 +143,7 @@ def test_layers_have_the_parameters_of_the_modules(cell, options, shapes):
 
 
 @pytest.mark.parametrize(
-    "kwargs, total",
+    "options, total",
     [  # Small models whose scalars were counted in the authors' program.
         (dict(embedding_size=5, tied_embeddings=True, rounds=5, rank=3), 832),
         (dict(embedding_size=3, tied_embeddings=True, mixture_components=2, rounds=2, rank=2), 564),
@@ -149,8 +151,8 @@ def test_layers_have_the_parameters_of_the_modules(cell, options, shapes):
         (dict(embedding_size=5, rounds=0), 517),
     ],
 )
-def test_small_models_count_as_the_authors(kwargs, total):
-    assert sizing.count_parameters(vocab_size=7, hidden_size=5, num_layers=2, **kwargs) == total
+def test_small_models_count_as_the_authors(options, total):
+    assert count(make(7, 5, **options)) == total
 
 
 @pytest.mark.parametrize(
@@ -158,29 +160,22 @@ def test_small_models_count_as_the_authors(kwargs, total):
     [(10, 1.0, 10), (10, 1.9, 10), (10, 0.24, 2), (10, 0.0, 1), (5, 0.5, 2), (7, 0.5, 4)],
 )
 def test_embedding_size_rounds_halves_to_even(hidden_size, ratio, expected):
-    assert sizing.embedding_size(hidden_size, ratio) == expected
+    assert models.embedding_size(hidden_size, ratio) == expected
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.93, 1.0])
 @pytest.mark.parametrize("budget", [150, 999, 20_000])
 def test_bisection_equals_linear_search(ratio, budget):
-    kwargs = dict(vocab_size=11, num_layers=2, rounds=4, rank=2)
-
-    def count(h):
-        e = sizing.embedding_size(h, ratio)
-        return sizing.count_parameters(hidden_size=h, embedding_size=e, **kwargs)
-
-    linear = max(h for h in range(1, 200) if count(h) <= budget)
-    assert sizing.solve_hidden_size(budget, embedding_ratio=ratio, **kwargs) == linear < 199
+    kwargs = dict(rounds=4, rank=2)
+    counts = {h: count(make(11, h, models.embedding_size(h, ratio), **kwargs)) for h in range(200)}
+    linear = max(h for h in range(1, 200) if counts[h] <= budget)
+    assert solve(budget, 11, ratio, **kwargs) == linear < 199
 
 
 def test_impossible_requests_name_value_and_remedy():
-    kwargs = dict(vocab_size=10_001, num_layers=2)
     with pytest.raises(errors.UsageError, match=r"num_params 20,000 .* 30,0\d\d .*raise"):
-        sizing.solve_hidden_size(20_000, **kwargs)
-    with pytest.raises(errors.UsageError, match=r"'gru' is unknown.*mogrifier_gru"):
-        sizing.solve_hidden_size(10**6, cell="gru", **kwargs)
-    with pytest.raises(errors.UsageError, match=r"embedding_ratio -1"):
-        sizing.embedding_size(10, -1)
+        solve(20_000, 10_001, 1.0, rounds=0)
+    with pytest.raises(errors.UsageError, match=r"'gru' is not known.*mogrifier_gru"):
+        solve(10**6, 10_001, 1.0, cell="gru")
     with pytest.raises(errors.UsageError, match=r"rounds -1"):
-        sizing.solve_hidden_size(10**6, rounds=-1, **kwargs)
+        solve(10**6, 10_001, 1.0, rounds=-1)

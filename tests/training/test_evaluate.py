@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax.data import corpora, tasks, vocabulary
+from mogrifier_jax import configs
+from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
@@ -16,7 +17,7 @@ class Small:
     """A model with a task on a text of a few lines."""
 
     def __init__(self, patch):
-        vocab = vocabulary.Vocabulary.from_text(TEXT, "character")
+        vocab = corpora.Vocabulary.from_text(TEXT, "character")
         split = vocab.encode_split(TEXT)
         self.tokens, self.eos = split.tokens, vocab.eos_id
         corpus = corpora.Corpus("text", "character", vocab, split, split, split)
@@ -135,7 +136,8 @@ def test_stripes_have_enough_lines(lines, batch_size, stripes):
 
 @pytest.mark.slow
 def test_a_turn_scores_training_data_temperature_and_validation(small):
-    settings = evaluate.Settings(temperature_tokens=100, lines_per_stripe=10, train_windows=2)
+    settings = dict(temperature_tokens=100, lines_per_stripe=10, train_windows=2)
+    settings = configs.base({"evaluation": settings}).evaluation
     turn = evaluate.TurnEvaluation(small.model, small.task, settings, batch_size=4, window=6)
     assert turn.search_windows == 100 // 4 // 6
     scores = turn(small.params)
@@ -151,6 +153,7 @@ def test_a_turn_scores_training_data_temperature_and_validation(small):
         found = turn.score("valid", small.params, temperature)
         assert found == pytest.approx(expected, rel=1e-6)
     assert scores.valid_nats != pytest.approx(valid(small.params).mean(), rel=1e-6)
-    fixed = evaluate.Settings(softmax_temperature=0.9, max_windows=1, train_windows=1)
+    fixed = dict(softmax_temperature=0.9, max_windows=1, train_windows=1)
+    fixed = configs.base({"evaluation": fixed}).evaluation
     turn = evaluate.TurnEvaluation(small.model, small.task, fixed, batch_size=4, window=6)
     assert turn(small.params).temperature == 0.9

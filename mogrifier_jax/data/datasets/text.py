@@ -8,7 +8,7 @@ import pathlib
 import tensorflow_datasets as tfds
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import vocabulary
+from mogrifier_jax.data import corpora
 from mogrifier_jax.data.datasets import base
 
 
@@ -25,7 +25,7 @@ class Options:
     encoding: str = "utf-8"
 
     def __post_init__(self):
-        vocabulary.check_level(self.level)
+        corpora.check_level(self.level)
         three = (self.train, self.valid, self.test)
         if (all(three) and not self.path) or (self.path and not any(three)):
             return

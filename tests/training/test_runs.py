@@ -11,7 +11,7 @@ import pytest
 
 from experiments import pydoc
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.training import runs, runtime
+from mogrifier_jax.training import runs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -27,18 +27,18 @@ def config(monkeypatch):
 
 def test_compiled_programs_are_kept_unless_told_where(config, tmp_path):
     config.setenv("MOGRIFIER_CACHE_DIR", str(tmp_path))
-    runtime.use_compilation_cache()
+    runs.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compiled")
     jax.config.update("jax_compilation_cache_dir", "mine")
     config.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
-    runtime.use_compilation_cache()
+    runs.use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == "mine"
 
 
 @pytest.mark.parametrize("text", ["5", "5:", "a:b", "0:3", "7:6", "1:2:3", "-1:4"])
 def test_steps_that_cannot_be_traced(text):
     with pytest.raises(errors.UsageError, match="is not N:M"):
-        runtime.parse_steps(text)
+        runs.parse_steps(text)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_whole_dispatches_are_traced(steps, traced, monkeypatch, tmp_path):
     running, seen = [], []
     monkeypatch.setattr(jax.profiler, "start_trace", running.append)
     monkeypatch.setattr(jax.profiler, "stop_trace", running.pop)
-    trace = runtime.Trace(tmp_path, steps)
+    trace = runs.Trace(tmp_path, steps)
     for done in range(0, 20, 4):
         with trace.steps(done, 4):
             seen += [done] * len(running)
