@@ -14,6 +14,7 @@ _FLAGS = (
     *("headless", "disable-gpu", "disable-quic", "no-first-run", "disable-sync"),
     *("disable-background-networking", "disable-component-update", "window-size=1400,1100"),
 )
+_PATIENCE = 600  # Seconds for any answer: a machine may be busy.
 
 
 class Browser:
@@ -35,6 +36,7 @@ class Browser:
         wanted = {
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+            "timeouts": {"script": 1000 * _PATIENCE, "pageLoad": 1000 * _PATIENCE},
         }
         session = self._call("", {"capabilities": {"alwaysMatch": wanted}})
         self._root += f"/{session['sessionId']}"
@@ -43,7 +45,7 @@ class Browser:
         data = json.dumps(body or {}).encode() if method == "POST" else None
         request = urllib.request.Request(self._root + path, data, method=method)
         try:
-            with self._opener.open(request, timeout=60) as answer:
+            with self._opener.open(request, timeout=_PATIENCE) as answer:
                 return json.loads(answer.read())["value"]
         except urllib.error.HTTPError as error:
             with error:

@@ -1,6 +1,7 @@
 """Test set-up: eight CPU devices, strict ranks, no warning goes unseen, nothing compiled twice."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -38,6 +39,13 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish():
+    # Tracing makes many objects and few cycles; what is imported stays. Looking through it all
+    # for garbage, again and again, would take a tenth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.fixture

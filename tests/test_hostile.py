@@ -438,13 +438,19 @@ def test_the_chaos_script_knows_where_work_begins():
 @pytest.mark.slow
 def test_two_evaluations_and_a_training_at_once_leave_all_results(tmp_path):
     root = pathlib.Path(__file__).parents[1]
-    environment = os.environ | {"MOGRIFIER_CACHE_DIR": str(tmp_path / "cache")}
+    (tmp_path / "corpus.txt").write_text("the gates of x\nand those of h\n" * 60)
+    here = {"MOGRIFIER_CACHE_DIR": str(tmp_path / "cache"), "JAX_NUM_CPU_DEVICES": "1"}
+    environment = os.environ | here
 
     def start(*flags):
         command = [sys.executable, "-m", "mogrifier_jax.main", f"--workdir={tmp_path / 'run'}"]
         return subprocess.Popen([*command, *flags], cwd=root, env=environment)
 
-    train = ("--config=experiments/pydoc.py:tiny",)
+    train = (
+        *("--config=experiments/text.py:tiny", f"--config.data.path={tmp_path / 'corpus.txt'}"),
+        *("--config.data.batch_size=2", "--config.data.window=8"),
+        "--config.evaluation.softmax_temperature=1.0",
+    )
     evaluate = ("--mode=evaluate", "--eval.temperature=1", "--eval.stripes=0")
     assert start(*train).wait() == 0
     (tmp_path / "run" / "results.json").rename(tmp_path / "results.json")

@@ -85,7 +85,7 @@ def test_a_process_that_does_not_come_is_named_and_waited_for_in_vain():
 
 @pytest.mark.slow
 def test_a_mistake_ends_all_processes_with_its_own_code(capfd):
-    launcher = launch.Launcher(2, 1, grace=60.0)
+    launcher = launch.Launcher(2, 1, grace=3600.0)
     assert launcher.run(["--mode=nonsense"]) == errors.UsageError.exit_code
     said = capfd.readouterr().err
     assert said.count("UsageError: --mode=nonsense is not known") == 2

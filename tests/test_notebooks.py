@@ -62,7 +62,7 @@ def environment(tmp_path_factory):
 @pytest.mark.parametrize("name", make.NAMES)
 def test_notebooks_run(name):
     notebook = make.make_notebook(name)
-    make.execute(notebook, timeout=300)
+    make.execute(notebook)
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 
 

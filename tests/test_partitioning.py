@@ -108,13 +108,11 @@ def train_on(mesh, num_steps=4):
     """Losses of the first steps, and again with one more rate, from the same program."""
     run = runs.make_run(make_config(), mesh)
     shardings = runs.shardings_of(run.abstract_state())
-    jitted = run.jit_steps()
+    init, jitted = jax.jit(run.init_state, out_shardings=shardings), run.jit_steps()
 
     def losses(hyper):
-        state = jax.jit(run.init_state, out_shardings=shardings)()
-        return np.asarray(
-            jitted(state, run.task.stream, hyper, num_steps=num_steps)[1]["loss_nats"]
-        )
+        found = jitted(init(), run.task.stream, hyper, num_steps=num_steps)[1]
+        return np.asarray(found["loss_nats"])
 
     other = run.hyper._replace(dropout=run.hyper.dropout._replace(output=0.5))
     return losses(run.hyper), losses(other)

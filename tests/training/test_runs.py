@@ -3,6 +3,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -123,24 +124,23 @@ def test_cores_nobody_counted_divide_any_batch(name, value, monkeypatch):
         runs.make_mesh(config)
 
 
-# `main` on some cores; it asks itself to stop once it has written the metrics of a moment.
+# `main` on some cores; it asks itself to stop as soon as its table is printed, or goes on.
 PROGRAM = """
 import os, signal, sys
 
-cores, moment = eval(sys.argv.pop(1))
+cores, whole = eval(sys.argv.pop(1))
 os.sched_setaffinity(0, cores)
 
 from mogrifier_jax import main
-from mogrifier_jax.training import metrics
+from mogrifier_jax.training import progress
 
-write = metrics.MetricWriter.write
+describe = progress.describe_run
 
-def write_and_stop(self, step, kind, **values):
-    write(self, step, kind, **values)
-    if (kind, step) == moment:
-        os.kill(os.getpid(), signal.SIGTERM)
+def describe_and_stop(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return describe(*args)
 
-metrics.MetricWriter.write = write_and_stop
+progress.describe_run = describe if whole else describe_and_stop
 main.run()
 """
 FLAGS = (
@@ -156,21 +156,21 @@ FLAGS = (
 )
 
 
-def devices(workdir, *flags, cores, moment=None, **environment):
-    """What the table at the start of a run says of them; it goes on to its end, or to a moment.
+def devices(workdir, *flags, cores, whole=False, **environment):
+    """What the table at the start of a run says of them.
 
     As a user starts it, without the devices that conftest asks for.
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "NPROC")}
     flags = [*FLAGS, *flags, f"--workdir={workdir}"]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, repr((cores, moment)), *flags],
+        [sys.executable, "-c", PROGRAM, repr((cores, whole)), *flags],
         cwd=ROOT,
         env=kept | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == (errors.Interrupted.exit_code if moment else 0), done.stderr
+    assert done.returncode == (0 if whole else errors.Interrupted.exit_code), done.stderr
     return re.search(r"  devices +(.*)", done.stderr)[1]
 
 
@@ -180,13 +180,13 @@ two_cores = pytest.mark.skipif(len(partitioning.usable_cores()) < 2, reason="nee
 @pytest.mark.slow
 @two_cores
 def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_path):
-    cores, first = partitioning.usable_cores()[:2], ("eval", 0)
+    cores = partitioning.usable_cores()[:2]
     told = ["--cpu_devices=1"]
-    assert devices(tmp_path / "a", *told, cores=cores, moment=first) == "1 cpu"
+    assert devices(tmp_path / "a", *told, cores=cores) == "1 cpu"
     told = {"JAX_NUM_CPU_DEVICES": "4"}
-    assert devices(tmp_path / "b", cores=cores, moment=first, **told) == "4 cpu"
+    assert devices(tmp_path / "b", cores=cores, **told) == "4 cpu"
     odd = "--config.data.batch_size=7"
-    found = devices(tmp_path / "c", odd, cores=cores, moment=first)
+    found = devices(tmp_path / "c", odd, cores=cores)
     assert found == "1 of 2 cpu, to divide the batch"
 
 
@@ -195,10 +195,11 @@ def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_pat
 def test_a_run_begun_on_two_cores_ends_on_one_within_rounding(tmp_path):
     """A device for each core is what a run has that is not told otherwise."""
     cores = partitioning.usable_cores()[:2]
-    assert devices(tmp_path / "whole", cores=cores) == "2 cpu"
-    assert devices(tmp_path / "broken", cores=cores, moment=("train", 25)) == "2 cpu"
-    assert not (tmp_path / "broken" / "results.json").exists()
-    assert devices(tmp_path / "broken", cores=cores[:1]) == "1 cpu"
+    assert devices(tmp_path / "whole", cores=cores, whole=True) == "2 cpu"
+    broken = shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+    shutil.rmtree(broken / "checkpoints" / "40")  # As if it had been killed in its last turn.
+    (broken / "results.json").unlink()
+    assert devices(broken, cores=cores[:1], whole=True) == "1 cpu"
     whole, broken = (
         json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "broken")
     )
