@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout
 
 from mogrifier_jax.nn import cells, recurrence, rnn
 
@@ -177,8 +178,15 @@ def _log_probability_backward(saved, d_log_p):
         d_matrix = dot(d_logits, us.astype(d_logits.dtype), (lead, lead))
         return d_us, d_matrix, cells.sum_leading(d_logits, len(lead)).astype(bias.dtype)
 
-    rounded = functools.partial(spread, operand=recurrence.TPU_OPERAND)
-    ways = {"tpu": rounded} if recurrence.rounded_on_tpus(us.dtype) else {}
+    def spread_on_tpus(*arguments):
+        d_us, d_matrix, d_bias = spread(*arguments, operand=recurrence.TPU_OPERAND)
+        # As the embeddings lie. XLA would exchange the axes of the gradient, and then those of
+        # the embeddings and of all that the optimizer has for them, at each train step.
+        d_matrix = layout.with_layout_constraint(d_matrix, layout.Layout((0, 1)))
+        # Together, so that the gradient of the logits does not take room in the backward loops.
+        return *jax.lax.optimization_barrier((d_us, d_matrix)), d_bias
+
+    ways = {"tpu": spread_on_tpus} if recurrence.rounded_on_tpus(us.dtype) else {}
     d_logits = temperature * d_logits
     found = jax.lax.platform_dependent(d_logits, us, matrix, **ways, default=spread)
     return *found, d_temperature, None

@@ -184,7 +184,8 @@ class _Walk:
         before, place = len(self.costs), len(self.loops)
         if inside:
             self.computation(body, [constant], inside)
-            self.computation(condition, [constant], inside)
+            if not hlo.counted(i):
+                self.computation(condition, [constant], inside)
         cycles = sum(cost.cycles for cost in self.costs[before:])
         # Outer loops stand before the loops inside them.
         self.loops.insert(place, LoopCost(i.name, i.op_name, trips, executions, cycles))

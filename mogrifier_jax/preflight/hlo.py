@@ -282,6 +282,14 @@ def invariants(body: Computation, init: Value) -> Value:
     return tuple(kept)
 
 
+def counted(loop: Instruction) -> bool:
+    """Whether the compiler has written down how often a loop turns.
+
+    Such a loop never computes its condition on a GPU: the host counts the turns.
+    """
+    return _TRIPS.search(loop.attributes) is not None
+
+
 def trip_count(program: Module, loop: Instruction, init: Value) -> int | None:
     """How often a `while` runs its body from the tuple `init`; None if that depends on data."""
     if found := _TRIPS.search(loop.attributes):

@@ -110,6 +110,14 @@ def test_the_compilers_own_trip_count_is_taken_first():
     assert loops(program(text))[0] == 40
 
 
+def test_a_loop_is_counted_where_the_compiler_says_how_often_it_turns():
+    text = CARRIED_LIMIT.replace(
+        "body=%outer_body", 'body=%outer_body, backend_config={"known_trip_count":{"n":"40"}}'
+    )
+    assert hlo.counted(hlo.parse(text).entry.instructions["outer"])
+    assert not hlo.counted(hlo.parse(CARRIED_LIMIT).entry.instructions["outer"])
+
+
 def test_shapes():
     shape = "(bf16[70,64,512]{2,1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[], s4[3]{0}, token[])"
     assert [(a.dtype, a.dims, a.bytes) for a in hlo.arrays(shape)] == [
