@@ -1,10 +1,10 @@
 """`--mode=explore` and `model.explore(text)`: one HTML file that shows how a model reads a text.
 
-Axes: N tokens of the text, U units of a map, K likeliest tokens. A map is what one gate of one
-layer does, units by tokens; its names are those of `gating.name_gates`. The page is
-`explore.html` with style, scripts and data put into it. The data is made small by `pack`.
-Surprisals, probabilities and means are float32. Maps are decimal fixed point, so that the digits
-which the page shows of a value are the right ones.
+Axes: N tokens of the text, U units of a map, K likeliest tokens. A map has the values of one gate
+of one layer, units by tokens. `gating.name_gates` gives the maps their names. The page is
+`explore.html` with style, scripts and data put into it. `pack` makes the data small. Surprisals,
+probabilities and means are float32. Maps are decimal fixed point, so that the digits of a value
+that the page shows are correct.
 """
 
 import base64
@@ -34,8 +34,8 @@ TOP = 8  # Tokens that are listed as likely.
 MAX_TOKENS = 2_000  # More would make columns of a map too narrow to see.
 MAX_RUNS = 4
 LIMITS = {"length": configs.Key(int, required=True, low=1, high=MAX_TOKENS)}
-MAX_VALUES = 1_700_000  # Of all maps together, at most 1.7 bytes each: a file is below 3 MB.
-DECIMALS = {"factor": 3, "gate": 2, "signed": 2}  # Of the values in a map.
+MAX_VALUES = 1_700_000  # Of all maps together. At 1.7 bytes or less each, a file is below 3 MB.
+DECIMALS = {"factor": 3, "gate": 2, "signed": 2}  # Decimal places of the values in a map.
 _FOLDER = pathlib.Path(__file__).parent
 
 
@@ -49,14 +49,14 @@ class Page:
         return f"Page({self._title!r}, {len(self.html.encode()) / 1e6:.1f} MB)"
 
     def _repr_html_(self) -> str:
-        # A frame, so that styles and scripts of the notebook and of the page are apart.
+        # A frame keeps the styles and scripts of the page apart from those of the notebook.
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" title="{html.escape(self._title)}" '
             'style="width: 100%; height: 900px; border: 0"></iframe>'
         )
 
     def save(self, path: str | os.PathLike) -> pathlib.Path:
-        """Writes the file, whole or not at all."""
+        """Writes the page to a file, whole or not at all."""
         path = pathlib.Path(path)
         if not path.parent.is_dir():
             raise errors.UsageError(f"{path.parent} is not a folder; make it first")
@@ -74,8 +74,8 @@ def run(
     """`--mode=explore`: writes explore.html into the first workdir.
 
     Args:
-      path: a file to read; without it and `prompt`, the validation text is read.
-      prompt: the text itself.
+      path: a file with the text.
+      prompt: the text itself. Without both, the validation text is read.
     """
     if not folders or not all(folders):
         raise errors.UsageError("--workdir is missing; give that of a run, or two: a,b")
@@ -146,14 +146,14 @@ def make_page(
 
 
 def check(num_runs: int, length: int) -> None:
-    """Refuses what cannot be shown, before anything is loaded."""
+    """Refuses too many runs or tokens before anything is loaded."""
     if num_runs > MAX_RUNS:
         raise errors.UsageError(f"{num_runs} runs are too many for a page; give {MAX_RUNS} or less")
     configs.check_values({"length": length}, LIMITS)
 
 
 def first_tokens(vocab: corpora.Vocabulary, text: str | bytes, length: int) -> str | bytes:
-    """As much of a text as has `length` tokens."""
+    """The beginning of a text that has `length` tokens."""
 
     def count(end: int) -> int:
         return len(vocab.encode(text[:end]))
@@ -162,7 +162,7 @@ def first_tokens(vocab: corpora.Vocabulary, text: str | bytes, length: int) -> s
 
 
 def spell_unknown(vocab: corpora.Vocabulary, text: str | bytes, ids: np.ndarray) -> dict[int, str]:
-    """How the unknown tokens of a text are written in it, by their places."""
+    """The spelling of each unknown token of a text, by its place."""
     places = np.flatnonzero(ids == vocab.unknown_id).tolist()
     if vocab.level == "byte":
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
@@ -177,7 +177,7 @@ def spell_unknown(vocab: corpora.Vocabulary, text: str | bytes, ids: np.ndarray)
 
 
 def read(model: trained.TrainedModel, text: str | bytes) -> dict[str, Any]:
-    """Everything that the page shows of one run, as float arrays."""
+    """Everything that the page shows of one run, as arrays."""
     score = model.score(text)
     if not np.isfinite(score.nats).all():
         raise errors.UsageError(
@@ -198,7 +198,7 @@ def read(model: trained.TrainedModel, text: str | bytes) -> dict[str, Any]:
 
 
 def limit_units(found: Sequence[Mapping[str, np.ndarray]], most: int) -> int:
-    """How many units each map may have such that all maps together have at most so many values."""
+    """The largest number of units of a map such that all maps have at most `most` values."""
     shapes = [values.shape for layer in found for values in layer.values()]
     if sum(tokens * units for tokens, units in shapes) <= most:
         return max(units for _, units in shapes)
@@ -206,7 +206,7 @@ def limit_units(found: Sequence[Mapping[str, np.ndarray]], most: int) -> int:
 
 
 def name_runs(runs: Sequence[trained.TrainedModel]) -> list[str]:
-    """LSTM, Mogrifier and so on; runs of one model by their folders too."""
+    """Names such as LSTM and Mogrifier; runs of the same model also get their folder's name."""
     names = [inspection.name_model(run.config) for run in runs]
     folders = [os.path.basename(os.path.normpath(run.info["workdir"])) for run in runs]
     full = [f"{name} {folder}" for name, folder in zip(names, folders, strict=True)]
@@ -224,7 +224,7 @@ def describe(
     words: Sequence[int],
     widest: int,
 ) -> dict[str, Any]:
-    """One run for the page: what it is, its maps by name, its arrays packed."""
+    """One run as the page needs it: its sizes and options, its maps, and its packed arrays."""
     module = model.model
     cell = layers.find_cell(module.cell)(module.hidden_size, **dict(module.cell_options))
     arrays = dict(found["arrays"])
@@ -261,7 +261,10 @@ def describe(
 def make_map(
     name: str, values: np.ndarray, rounds: int, widest: int
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What a map [N, U] is, and its arrays; of too many units those that vary most are kept."""
+    """The description of a map and its arrays, from the values [N, U] of a gate.
+
+    If there are more than `widest` units, those that vary most are kept.
+    """
     low, high = gating.limits(name, rounds)
     factor = name.startswith("round") or name.endswith("_scale")
     kind = "gate" if low == 0 else "signed"
@@ -290,10 +293,10 @@ def make_map(
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], str]:
-    """Names, types and sizes of arrays, and all their bytes: deflated, base64.
+    """The names, types and sizes of arrays, and all their bytes, deflated and in base64.
 
-    The first bytes of all numbers of an array come first, then the second ones, and so on: that
-    deflates better. Floats become float32, integers int16 where they fit.
+    The first bytes of all numbers of an array come first, then all second bytes, and so on. That
+    deflates better. Floats become float32. Integers become int16 if they fit, else int32.
     """
     index, parts = [], []
     for name, array in arrays.items():
@@ -308,7 +311,7 @@ def pack(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], str]:
 
 
 def fill(data: Mapping[str, Any], title: str) -> str:
-    """The page with style, script and data in it."""
+    """The HTML of the page, with title, style, scripts and data put in."""
     files = ("explore.html", "explore.css", "explore.js", "explore_plots.js")
     document, style, *scripts = ((_FOLDER / name).read_text(encoding="utf-8") for name in files)
     # A "<" of the text must not end the script that holds it.

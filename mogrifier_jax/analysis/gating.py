@@ -1,12 +1,12 @@
-"""Gate statistics: a text streams through a trained model, and only sums of it are kept.
+"""Gate statistics of a trained model that reads a text, and losses of groups of tokens.
 
-Axes: T time, B stripes, U units of a gate, N bins, L layers, V vocabulary. Every window is
-summed up on the device, in two passes, and merged on the host in float64. Gates are named as in
-`cells.py`; `round1`, `round2`, ... are the Mogrifier's gates 2σ(.), and `x_scale` and `h_scale`
-their products: by how much all rounds together scale x and h.
+Axes: T time, B stripes, U units of a gate, N bins, L layers, V vocabulary. The device sums up every
+window, in two passes. The host merges these sums in float64, and only they are kept. Gates have
+the names of `nn/cells.py`. `round1`, `round2`, ... are the Mogrifier's gates 2σ(.). `x_scale` and
+`h_scale` are their products: by how much all rounds together scale x and h.
 
-The losses of tokens by frequency, by place in the line and after a large loss show where a model
-errs. They need the score of every token in the order of the text. `inspection.py` opens workdirs
+The losses of tokens by frequency, by place in the line and after a large loss show where a model is
+wrong. They need the score of every token in the order of the text. `inspection.py` opens workdirs
 and draws.
 """
 
@@ -25,26 +25,26 @@ from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
 BINS = 60
-SATURATION = 0.1  # Of its range: a gate that is closer to an end of it is saturated.
-CONTEXT = 8  # Tokens that are kept before one with strong gating.
+SATURATION = 0.1  # A gate is saturated within this share of its range from either end.
+CONTEXT = 8  # How many tokens before a token with strong gating are kept.
 _SIGMOIDS, _TANHS = ("f", "i", "o", "r", "u"), ("j", "c", "n", "h")
 
 
 class Summary(NamedTuple):
-    """What is kept of one gate: sums that can be merged."""
+    """Sums over the values of one gate; those of two windows can be merged."""
 
     count: Any  # [] tokens.
     mean: Any  # [U]
     m2: Any  # [U] sum of squared distances from the mean.
-    low: Any  # [U] how often it was saturated at the lower end of its range,
-    high: Any  # [U] and at the upper end.
+    low: Any  # [U] how often the unit was saturated at the lower end of the range.
+    high: Any  # [U] how often it was saturated at the upper end.
     minimum: Any  # []
     maximum: Any  # []
     histogram: Any  # [N] of all units, over the range of the gate.
 
 
 def limits(name: str, rounds: int = 0) -> tuple[float, float]:
-    """The range of a gate."""
+    """The lowest and the highest value that a gate can have."""
     if name in _SIGMOIDS:
         return 0.0, 1.0
     if name in _TANHS:
@@ -55,7 +55,7 @@ def limits(name: str, rounds: int = 0) -> tuple[float, float]:
 
 
 def name_gates(gates: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The gates of one layer, [T, B, U] each, with rounds and their products by name."""
+    """The gates of one layer by name, [T, B, U] each; rounds and their products get names."""
     rounds = gates["rounds"]
     named = {name: values for name, values in gates.items() if name != "rounds"}
     named |= {f"round{number}": gate for number, gate in enumerate(rounds, start=1)}
@@ -68,7 +68,7 @@ def name_gates(gates: Mapping[str, Any]) -> dict[str, jax.Array]:
 def summarise(
     values: jax.Array, valid: jax.Array, low: float, high: float, bins: int = BINS
 ) -> Summary:
-    """Sums over the tokens of a window, values [T, B, U], that are valid [T, B]."""
+    """Sums over the values [T, B, U] of a gate in a window, at the tokens that are valid [T, B]."""
     values = values.astype(jnp.float32)
     weights = jnp.broadcast_to(valid[..., None], values.shape)
     count = valid.sum()
@@ -89,7 +89,7 @@ def summarise(
 
 
 def merge(one: Summary | None, other: Summary) -> Summary:
-    """The sums of both, on the host (Chan, Golub, LeVeque 1979)."""
+    """Merges the sums of two windows on the host (Chan, Golub, LeVeque 1979)."""
     two = Summary(*(np.asarray(field, np.float64) for field in other))
     if one is None or not two.count:
         return one or two
@@ -108,10 +108,11 @@ def merge(one: Summary | None, other: Summary) -> Summary:
 
 
 def describe(summary: Summary, low: float, high: float) -> dict[str, float]:
-    """The numbers of one gate, over all tokens and units.
+    """The statistics of one gate, over all tokens and units.
 
-    `variance` has two parts: over the tokens, averaged over units (`variance_over_tokens`), and
-    of the units' means. `q05` to `q95` is the range in which the gate works nine times of ten.
+    `variance` has two parts: the variance over tokens, averaged over units
+    (`variance_over_tokens`), and the variance of the units' means. Nine of ten values are between
+    `q05` and `q95`.
     """
     over_tokens = float(np.mean(summary.m2 / summary.count))
     q05, q95 = (quantile(summary.histogram, q, low, high) for q in (0.05, 0.95))
@@ -131,7 +132,7 @@ def describe(summary: Summary, low: float, high: float) -> dict[str, float]:
 
 
 def quantile(histogram: np.ndarray, q: float, low: float, high: float) -> float:
-    """Within a bin, values are taken to be spread evenly."""
+    """The q-quantile of a histogram; values are assumed to be even within a bin."""
     edges = np.linspace(low, high, len(histogram) + 1)
     below = np.concatenate([[0.0], np.cumsum(histogram)])
     return float(np.interp(q * below[-1], below, edges))
@@ -141,22 +142,22 @@ class Moment(NamedTuple):
     """A token at which the Mogrifier scaled its inputs strongly."""
 
     strength: float  # Mean of |log2 scale| over layers, x and h, and units.
-    context: tuple[int, ...]  # Ids; the last one is the token that was read.
+    context: tuple[int, ...]  # Ids; the last one is the token itself.
 
 
 class GateReport:
-    """What a pass has found; `rows` and `token_rows` go well into `pandas.DataFrame`."""
+    """Statistics of one pass; a `pandas.DataFrame` can show `rows` and `token_rows`."""
 
     def __init__(self, num_layers: int, vocab_size: int, top: int):
         self.rounds = 0
         self.summaries: dict[tuple[int, str], Summary] = {}
-        # Of the tokens that were read: how often, and their sums of |log2 scale| of x and h.
+        # For each token: how often it was read, and the sums of |log2 scale| of x and h then.
         self.counts = np.zeros(vocab_size, np.int64)
         self.strengths = np.zeros((num_layers, 2, vocab_size))
         self._top, self._moments = top, list[Moment]()
 
     def add(self, found: Any, strengths: np.ndarray, inputs: np.ndarray, valid: np.ndarray) -> None:
-        """Takes in a window: summaries by layer and gate, strengths [L, 2, T, B], ids [B, T]."""
+        """Adds a window: summaries by layer and gate, strengths [L, 2, T, B], ids [B, T]."""
         for layer, gates in enumerate(found):
             for name, summary in gates.items():
                 self.summaries[layer, name] = merge(self.summaries.get((layer, name)), summary)
@@ -185,13 +186,13 @@ class GateReport:
         ]
 
     def histogram(self, layer: int, gate: str) -> tuple[np.ndarray, np.ndarray]:
-        """Edges [N + 1] of the bins and the share of values in each [N]; layers count from 1."""
+        """The edges [N + 1] of the bins, and the share of values [N] in each; layers are from 1."""
         counts = self.summaries[layer - 1, gate].histogram
         edges = np.linspace(*limits(gate, self.rounds), len(counts) + 1)
         return edges, counts / counts.sum()
 
     def token_rows(self, vocab: corpora.Vocabulary, min_count: int = 1) -> list[dict[str, Any]]:
-        """How strongly x and h were scaled when each token was read, the strongest first."""
+        """For each token, how strongly x and h were scaled as it was read; strongest first."""
         rows = []
         for token in np.flatnonzero(self.counts >= min_count):
             strengths = self.strengths[:, :, token] / self.counts[token]
@@ -207,12 +208,12 @@ class GateReport:
         return sorted(rows, key=lambda row: -row["strength"])
 
     def strongest(self) -> list[Moment]:
-        """The moments of strongest gating, in order."""
+        """The moments of strongest gating, the strongest first."""
         return self._moments
 
 
 class GateAnalysis:
-    """Reads the windows of a plan; compiles once, for any weights."""
+    """Reads the windows of a plan and collects statistics; compiles once for any weights."""
 
     def __init__(self, model: models.LanguageModel, plan: tasks.Plan):
         if not isinstance(model, models.LanguageModel):
@@ -226,7 +227,7 @@ class GateAnalysis:
     def __call__(
         self, params: Any, *, max_windows: int | None = None, top: int = 20, title: str = ""
     ) -> GateReport:
-        """Statistics of the first windows, or of all; `top` moments of strong gating are kept."""
+        """Reads the first `max_windows` windows; the report keeps `top` moments."""
         model, plan = self.model, self.plan
         report = GateReport(model.num_layers, model.vocab_size, top)
         carry = model.zero_carry(plan.batch_size) if plan.carries else None
@@ -242,7 +243,7 @@ class GateAnalysis:
 
 
 def read_window(params, stream, carry, index, *, model, batch_at):
-    """Summaries of every gate, strengths [L, 2, T, B], ids and valid [B, T]; and the carry."""
+    """Summaries of every gate, strengths [L, 2, T, B], ids and valid [B, T], and the carry."""
     batch = batch_at(stream, index)
     gates, carry = model.apply({"params": params}, batch.inputs, carry, method="gates")
     steps = jnp.arange(batch.inputs.shape[1])[None]
@@ -265,7 +266,7 @@ def read_window(params, stream, carry, index, *, model, batch_at):
 
 
 def strength(scale: jax.Array) -> jax.Array:
-    """Mean |log2 scale| over units: 1 is as much as twice or half, and 20 is the most."""
+    """Mean |log2 scale| over units: 1 means a factor of 2 or 1/2; a factor counts at most 20."""
     return jnp.abs(jnp.log2(jnp.maximum(scale, 2.0**-20))).mean(-1)
 
 
@@ -277,19 +278,19 @@ SURPRISES = (1, 2, 4, 6, 8, 10)
 def by_frequency(
     scores: evaluate.TokenScores, counts: np.ndarray, edges: Sequence[int] = FREQUENCIES
 ) -> list[dict[str, Any]]:
-    """Mean loss of tokens by how often they occur in the training text, `counts` [V]."""
+    """Mean loss by how often a token occurs in the training text; `counts` is [V]."""
     return group(counts[scores.tokens], scores.nats, edges)
 
 
 def by_position(
     scores: evaluate.TokenScores, eos_id: int, edges: Sequence[int] = POSITIONS
 ) -> list[dict[str, Any]]:
-    """Mean loss by the number of tokens before it in its line."""
+    """Mean loss by how many tokens of the line come before a token."""
     return group(positions(scores.tokens, eos_id), scores.nats, edges)
 
 
 def positions(tokens: np.ndarray, eos_id: int) -> np.ndarray:
-    """How many tokens of its line come before each token, [N]."""
+    """For each token, how many tokens of its line come before it."""
     ends = np.flatnonzero(tokens == eos_id)
     starts = np.concatenate([[0], ends + 1])
     places = np.arange(len(tokens))
@@ -297,7 +298,7 @@ def positions(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
 
 def recovery(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES) -> list[dict[str, Any]]:
-    """Mean loss at t + 1 given a loss above x at t (the test of arXiv:1609.07959)."""
+    """Mean loss of a token after one with a loss above a threshold (as in arXiv:1609.07959)."""
     before, after = np.asarray(nats[:-1], np.float64), np.asarray(nats[1:], np.float64)
     rows = []
     for threshold in thresholds:
@@ -307,7 +308,7 @@ def recovery(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES) -> list[
 
 
 def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any]]:
-    """Mean loss of the tokens whose key is in [edge, next edge); the last has no end."""
+    """Mean loss of tokens whose key is in [edge, next edge); the last group has no upper end."""
     if len(keys) != len(nats):
         raise errors.UsageError(f"{len(keys)} keys for {len(nats)} tokens; give one for each")
     if list(edges) != sorted(set(edges)):
@@ -321,7 +322,7 @@ def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[di
 
 
 def _describe(nats: np.ndarray) -> dict[str, Any]:
-    """Number, mean and standard error."""
+    """The number of losses, their mean and its standard error."""
     count = len(nats)
     return {
         "tokens": count,

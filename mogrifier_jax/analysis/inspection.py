@@ -1,8 +1,8 @@
 """`--mode=inspect`: gates and losses of trained runs, side by side.
 
-Runs of the same model, with other seeds, count as one: their numbers are averaged. `gating.py`
-measures. Figures come without pyplot; where models are compared they come as a mapping from name to
-result, and names have the colours of `tables.py`.
+The numbers of runs of the same model with different seeds are averaged. `gating.py` measures. The
+figures are made without pyplot. A figure that compares models takes a mapping from name to result.
+`tables.COLOURS` gives the colour of each name.
 """
 
 import json
@@ -33,7 +33,7 @@ class Opened(NamedTuple):
     texts: pretrained.Texts
 
     def plan(self, split: str) -> tasks.Plan:
-        """A split in stripes, as training evaluates it."""
+        """A split in as many stripes as training evaluates it with."""
         self.texts.check(split)
         config = self.loaded.config
         lines = config.evaluation.lines_per_stripe
@@ -41,18 +41,18 @@ class Opened(NamedTuple):
         return self.texts.plan(split, stripes, window=config.data.window)
 
     def gates(self, split: str = "valid", max_windows: int | None = None) -> gating.GateReport:
-        """Gate statistics of the weights on a split."""
+        """Gate statistics on a split."""
         read = gating.GateAnalysis(self.loaded.model, self.plan(split))
         return read(self.loaded.params, max_windows=max_windows, title=split)
 
     def scores(self, split: str = "valid", max_windows: int | None = None) -> evaluate.TokenScores:
-        """The nats of every token of a split."""
+        """The nats of every token of a split, without dropout."""
         run = evaluate.Deterministic(self.loaded.model, self.plan(split))
         return run(self.loaded.params, self.loaded.temperature or 1.0, max_windows, split)
 
 
 def open_run(workdir: str | os.PathLike) -> Opened:
-    """Loads the weights and reads the corpus."""
+    """Loads the weights of a run and reads its corpus."""
     loaded = pretrained.load_weights(workdir)
     return Opened(loaded, pretrained.read_splits(loaded))
 
@@ -64,11 +64,11 @@ def run(
     json_path: str | None = None,
     max_windows: int | None = None,
 ) -> dict[str, Any]:
-    """Inspects runs on their validation data, and shows tables.
+    """Inspects runs on their validation data and prints tables.
 
     Args:
-      document: a Markdown file whose tables, between comments, are renewed.
-      json_path: a file for all numbers.
+      document: a Markdown file; its tables between comments are replaced.
+      json_path: a file to which all numbers are written.
     """
     found: dict[str, dict[str, list]] = {}
     for folder in folders:
@@ -110,13 +110,13 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
 
 
 def name_model(config: config_dict.ConfigDict) -> str:
-    """The kind of a run's model, as people read it."""
+    """The name of a run's model in tables, such as LSTM or Mogrifier."""
     name = scoring.name_model(config)
     return NAMES.get(name, name)
 
 
 def average(runs: Sequence[tables.Rows]) -> list[dict[str, Any]]:
-    """Row by row, the mean of all numbers; what is no number is the same in all."""
+    """Averages the numbers of several runs, row by row; other values are the same in all runs."""
     rows = []
     for same in zip(*runs, strict=True):
         row = dict(same[0])
@@ -128,7 +128,7 @@ def average(runs: Sequence[tables.Rows]) -> list[dict[str, Any]]:
 
 
 def to_markdown(kind: str, by_model: Mapping[str, tables.Rows]) -> str:
-    """One table of a kind, all models in it."""
+    """The table of one kind with all models."""
     runs = ", ".join(f"{rows[0]['runs']} of {name}" for name, rows in by_model.items() if rows)
     if kind in ("gates", "rounds"):
         columns = ["mean", "variance", "variance_over_tokens", "saturated_low", "saturated_high"]
@@ -153,7 +153,7 @@ def to_markdown(kind: str, by_model: Mapping[str, tables.Rows]) -> str:
 
 
 def _bucket(row: Mapping[str, Any], above: str = "above ", to: str = " to ") -> str:
-    """Which losses or numbers of tokens a row is about; figures have shorter words for it."""
+    """The label of a row's group of tokens; figures give shorter words for `above` and `to`."""
     if "above" in row:
         return f"{above}{row['above']:g}"
     if row["below"] == math.inf:
@@ -163,7 +163,7 @@ def _bucket(row: Mapping[str, Any], above: str = "above ", to: str = " to ") -> 
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no words for numbers that are not finite: null stands for them."""
+    """Replaces numbers that are not finite by None, because JSON has no words for them."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -179,7 +179,7 @@ _TITLES = {
 
 
 def draw_histograms(reports: Mapping[str, gating.GateReport], gates: Sequence[str] = GATES) -> Any:
-    """The distribution of each gate's values, layers from top to bottom."""
+    """Draws the distribution of each gate's values, layers from top to bottom."""
     layers = sorted({layer + 1 for report in reports.values() for layer, _ in report.summaries})
     fig, panels = tables.panels(len(layers), len(gates), width=3.0, height=2.2)
     for row, layer in enumerate(layers):
@@ -200,7 +200,7 @@ def draw_histograms(reports: Mapping[str, gating.GateReport], gates: Sequence[st
 
 
 def draw_saturation(reports: Mapping[str, gating.GateReport], layer: int = 1) -> Any:
-    """How much of the time each unit is saturated: closed to the right, open upwards."""
+    """Draws each unit as a dot: share of time closed to the right, share of time open upwards."""
     fig, panels = tables.panels(1, len(GATES), width=3.0, height=3.0)
     for axes, gate in zip(panels[0], GATES, strict=True):
         for name, report in reports.items():
@@ -218,7 +218,7 @@ def draw_saturation(reports: Mapping[str, gating.GateReport], layer: int = 1) ->
 
 
 def draw_ranges(report: gating.GateReport) -> Any:
-    """Where the gates of each round work nine times of ten, and their means."""
+    """Draws the range of nine of ten values of each round's gates, and their means."""
     names = [*(f"round{number + 1}" for number in range(report.rounds)), "x_scale", "h_scale"]
     rows = [row for row in report.rows() if row["gate"] in names]
     rows.sort(key=lambda row: names.index(row["gate"]))
@@ -240,13 +240,13 @@ def draw_ranges(report: gating.GateReport) -> Any:
 
 
 def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) -> Any:
-    """By how much the units that vary most are scaled while a text is read; scale [N, U]."""
+    """Draws by how much a text scales the units that vary most; `scale` is [N, U]."""
     from matplotlib import colors
 
     logs = np.log2(np.maximum(scale, 2.0**-20))
     chosen = np.argsort(logs.var(0))[::-1][:units]
     shown = logs[:, chosen[np.argsort(logs[:, chosen].mean(0))]].T
-    reach = min(4.0, float(np.abs(shown).max())) or 1.0  # Beyond 16 times, more is the same.
+    reach = min(4.0, float(np.abs(shown).max())) or 1.0  # The colours end at a factor of 16.
     fig, panels = tables.panels(1, 1, width=min(12.0, 2.5 + 0.16 * len(tokens)), height=3.6)
     axes = panels[0][0]
     norm = colors.TwoSlopeNorm(0.0, -reach, reach)
@@ -262,7 +262,7 @@ def draw_heat_map(tokens: Sequence[str], scale: np.ndarray, *, units: int = 40) 
 
 
 def draw_strengths(rows: tables.Rows, top: int = 15) -> Any:
-    """The tokens with the strongest and the weakest gating, of `Report.token_rows`."""
+    """Draws the strongest and the weakest tokens of `GateReport.token_rows`."""
     chosen = [*rows[:top], *rows[-top:]] if len(rows) > 2 * top else list(rows)
     fig, panels = tables.panels(1, 1, width=6.0, height=0.9 + 0.2 * len(chosen))
     axes = panels[0][0]
@@ -279,9 +279,10 @@ def draw_strengths(rows: tables.Rows, top: int = 15) -> Any:
 
 
 def draw_losses(losses: Mapping[str, tables.Rows], x_label: str) -> Any:
-    """Mean loss by bucket on the left; what the others lose to the last model on the right.
+    """Draws mean losses by group on the left, and differences to the last model on the right.
 
-    Bars are standard errors as of independent means: the models err together, so they are wide.
+    The bars are standard errors of independent means. They are too wide, because the models
+    make errors at the same tokens.
     """
     fig, panels = tables.panels(1, 2, width=4.2, height=3.0)
     left, right = panels[0]

@@ -1,8 +1,8 @@
-"""Sweeps: a named set of variants of an experiment, each with several seeds, run to their end.
+"""Sweeps: all variants of a named set of an experiment are run, each with several seeds.
 
-An experiment file that has sets says so in `SETS`: name to `Set`. Every run is an ordinary one in
-a folder of its own, `<workdir>/<variant>/seed<k>`, so whatever works on a workdir works on it, and
-a sweep that was stopped goes on with the same command. `tables.py` makes tables and figures.
+`SETS` of an experiment file maps names to `configs.Set`. Every run is an ordinary one in a folder
+of its own, `<workdir>/<variant>/seed<k>`. So everything that works on a workdir works on it, and
+the same command goes on with a sweep that was stopped. `tables.py` makes tables and figures.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.
 
 
 class Job(NamedTuple):
-    """One run."""
+    """One run of a sweep."""
 
     variant: str
     seed: int
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 class Sweep:
-    """An experiment file with its sets, at one size, with the overrides of a command line."""
+    """An experiment file with its sets, in one size and with the command line's overrides."""
 
     def __init__(self, filename: str, overrides: Mapping[str, Any] | None = None):
         self.path, _, self.size = filename.partition(":")
@@ -53,11 +53,11 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """Of the file and the size, for people."""
+        """The names of the file and the size, such as "ablation:small"."""
         return ":".join(filter(None, [pathlib.Path(self.path).stem, self.size]))
 
     def find_sets(self, names: str) -> dict[str, configs.Set]:
-        """The sets of these comma separated names."""
+        """The sets with these names, which commas separate."""
         known, chosen = self.module.SETS, names.split(",")
         for name in chosen:
             if name not in known:
@@ -67,23 +67,23 @@ class Sweep:
         return {name: known[name] for name in chosen}
 
     def full_variant(self, variant: str) -> str:
-        """The variant with the size."""
+        """The variant and the size, as `get_config` takes them."""
         return ",".join(filter(None, [variant, self.size]))
 
     def folders(
         self, workdir: str | os.PathLike, variant: str, seeds: Sequence[int]
     ) -> list[pathlib.Path]:
-        """Where the runs of a variant are."""
+        """The workdirs of a variant's runs."""
         return [run_folder(workdir, variant, seed) for seed in seeds]
 
     def make_job(self, variant: str, seed: int, workdir: str | os.PathLike) -> Job:
-        """A run with everything that is known of it."""
+        """The run of a variant and a seed, with its folder and config."""
         config = self.module.get_config(self.full_variant(variant))
         config.update_from_flattened_dict({**self.overrides, "seed": seed})
         return Job(variant, seed, run_folder(workdir, variant, seed), config)
 
     def command(self, job: Job) -> list[str]:
-        """The command line of one run."""
+        """The command that runs a job in a process of its own."""
         overrides = {**self.overrides, "seed": job.seed}
         config = f"--config={self.path}:{self.full_variant(job.variant)}"
         keys = [f"--config.{key}={value}" for key, value in overrides.items()]
@@ -92,7 +92,7 @@ class Sweep:
 
 
 def run_folder(workdir: str | os.PathLike, variant: str, seed: int) -> pathlib.Path:
-    """Where the run of a variant is."""
+    """The workdir of the run of a variant and a seed."""
     return pathlib.Path(workdir) / variant.replace(",", "_") / f"seed{seed}"
 
 
@@ -106,10 +106,10 @@ def run(
     parallel: int = 1,
     report: str | None = None,
 ) -> None:
-    """Runs what is not done yet of some sets, and compares them.
+    """Runs the jobs of some sets that are not done yet, and compares the results.
 
     Args:
-      report: a Markdown file, such as RESULTS.md, whose tables of these sets are renewed.
+      report: a Markdown file, such as RESULTS.md; its tables of these sets are replaced.
     """
     sweep = Sweep(filename, overrides)
     sets = sweep.find_sets(names)
@@ -118,7 +118,7 @@ def run(
         raise errors.UsageError(f"--parallel={parallel} must be at least 1 run at a time")
     workdirs.check_place(workdir)
     variants = dict.fromkeys(row.variant for each in sets.values() for row in each.rows)
-    # All variants with the first seed come before the next: there is something to see early.
+    # All variants run with the first seed before any runs with the next, to show results early.
     jobs = [sweep.make_job(name, seed, workdir) for seed in numbers for name in variants]
     for job in jobs:
         workdirs.check_config(job.folder, job.config, ignore=runs.FREE_KEYS)
@@ -132,7 +132,7 @@ def run(
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Reads "1,2,3"."""
+    """Reads a list of different seeds, such as "1,2,3"."""
     seeds = text.split(",")
     if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) < len(seeds):
         raise errors.UsageError(f"--seeds={text} must be different numbers, such as 1,2,3")
@@ -143,7 +143,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def is_done(folder: pathlib.Path) -> bool:
-    """Whether a run has come to its end, good or bad."""
+    """Whether a run has ended, with a result or because it diverged."""
     return (folder / "results.json").exists() or "diverged" in read_record(folder)
 
 
@@ -159,7 +159,7 @@ def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
             write_record(job.folder, diverged=str(error))
         finally:
             add_seconds(job, began)
-        jax.clear_caches()  # Later runs have other programs. Those on disk stay.
+        jax.clear_caches()  # Later runs have other programs. The cache on disk stays.
         yield job
 
 
@@ -205,7 +205,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
 
 
 def terminate(running: Sequence[Started]) -> None:
-    """Ends runs as a user would: they save, and end with a code of their own."""
+    """Sends SIGTERM to runs, which makes them save and exit, and waits for them."""
     for each in running:
         each.process.terminate()
     for each in running:
@@ -213,9 +213,10 @@ def terminate(running: Sequence[Started]) -> None:
 
 
 def share_cores(count: int) -> list[set[int]]:
-    """The cores of this process dealt out to a number of others, one to each if there are few.
+    """Splits the cores of this process among `count` others; each gets at least one.
 
-    Programs that all use all cores wait for each other: two at once are slower than in turn.
+    Programs that all use all cores wait for each other, and two at once are slower than one after
+    the other.
     """
     cores = partitioning.usable_cores()
     return [set(cores[index % len(cores) :: count]) for index in range(count)]
@@ -223,7 +224,7 @@ def share_cores(count: int) -> list[set[int]]:
 
 @contextlib.contextmanager
 def bound_to(cores: set[int]) -> Iterator[None]:
-    """Processes started here run on these cores, if the system lets us choose."""
+    """Makes processes that are started inside run on these cores, if the system allows it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -246,7 +247,7 @@ def start(sweep: Sweep, job: Job, cores: set[int]) -> Started:
 
 
 def finished(job: Job, code: int) -> bool:
-    """Whether a run came to its end, rather than being stopped; an error ends the sweep."""
+    """Whether a run ended by itself and was not stopped; an error of a run ends the sweep."""
     log = job.folder / "log.txt"
     if code == errors.Diverged.exit_code:
         write_record(job.folder, diverged=log.read_text().strip().splitlines()[-1])
@@ -267,25 +268,25 @@ _REMEDY = "restore it from a copy, or delete that folder to run it again"
 
 
 def read_record(folder: pathlib.Path) -> dict[str, Any]:
-    """What a sweep has noted of a run: seconds, hardware, and whether it diverged."""
+    """The record that a sweep keeps of a run: seconds, hardware, and whether it diverged."""
     path = folder / "sweep.json"
     return workdirs.read_json(path, dict, _REMEDY) if path.exists() else {}
 
 
 def write_record(folder: pathlib.Path, **values: Any) -> None:
-    """Adds to the record of a run."""
+    """Sets values in the record of a run and keeps the others."""
     folder.mkdir(parents=True, exist_ok=True)
     with workdirs.locked(folder):
         workdirs.write_json(folder, "sweep.json", {**read_record(folder), **values})
 
 
 def hardware() -> str:
-    """The devices, and how many cores there are to drive them."""
+    """The devices and the number of cores, such as "2 cpu, 2 cores"."""
     return f"{jax.device_count()} {jax.devices()[0].device_kind}, {os.cpu_count()} cores"
 
 
 def describe(folder: pathlib.Path) -> str:
-    """One line for people about a run that is done."""
+    """The result of a run that is done, in a few words."""
     record = read_record(folder)
     if "diverged" in record:
         return "diverged"

@@ -1,12 +1,12 @@
-"""What sweeps have found, as tables and figures beside the paper's: mean and spread over seeds.
+"""Tables and figures of sweeps, beside the paper's numbers: mean and spread over seeds.
 
-For each set a sweep leaves in its workdir `<set>.json` (the rows below), `<set>.md` and
-`<set>.png`. A document such as RESULTS.md holds tables between two comments,
+For each set, a sweep writes `<set>.json` (the rows of `collect`), `<set>.md` and `<set>.png` into
+its workdir. A document such as RESULTS.md has tables between two comments,
 
     <!-- sweep ablation:small rounds -->
     <!-- end -->
 
-and `--report` renews them there. Spread is the standard deviation of the sample. Figures are
+and `--report` replaces them. Spread is the standard deviation of the sample. Figures are
 made without pyplot, which may open windows.
 """
 
@@ -33,10 +33,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) -> list[dict]:
-    """A row for each variant of a set that has a run which is done, given all its folders.
+    """One row for each variant of a set that has a finished run; `folders` has all its runs.
 
-    Each row holds what `Row` does, sizes, and `valid` and `test`: scores of the seeds, with their
-    `mean` and `spread`, in `unit`; `nats` are those means in nats.
+    A row has the fields of `configs.Row` and those of `summarise`. Its `valid` and `test` have the
+    `scores` of the seeds with their `mean` and `spread`, in `unit`. Their `nats` is the mean in
+    nats.
     """
     rows = []
     for row in each.rows:
@@ -80,14 +81,14 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
 
 
 def show(score: Mapping[str, Any], unit: str) -> str:
-    """Mean and spread."""
+    """Mean and spread of a score as text."""
     digits = metrics.digits(unit)
     spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
     return f"{score['mean']:.{digits}f}{spread}"
 
 
 def to_markdown(title: str, rows: Rows, x_label: str | None = None) -> str:
-    """A table of the rows, then what they were made with."""
+    """A table of the rows, then the steps, commits and hardware of their runs."""
     unit = rows[0]["unit"]
     has_x, has_paper = (any(row[key] is not None for row in rows) for key in ("x", "paper"))
     head = ["model", *([x_label or "setting"] if has_x else []), "parameters", "hidden", "seeds"]
@@ -109,7 +110,7 @@ def to_markdown(title: str, rows: Rows, x_label: str | None = None) -> str:
 
 
 def is_best(row: Mapping[str, Any], rows: Rows) -> bool:
-    """Whether no other row is better: of all, or of those at its place if curves are compared."""
+    """Whether a row is the best of all rows, or of those with the same x if rows make curves."""
     labels, places = {each["label"] for each in rows}, {each["x"] for each in rows}
     curves = len(labels) < len(rows) and len(places) < len(rows)
     rivals = [each for each in rows if not curves or each["x"] == row["x"]]
@@ -117,7 +118,7 @@ def is_best(row: Mapping[str, Any], rows: Rows) -> bool:
 
 
 def describe(rows: Rows) -> str:
-    """Steps, batch, commit, hardware and hours of all runs."""
+    """A sentence with the steps, batches, commits, hardware and time of all runs."""
     windows: dict[str, set[int]] = {}
     for row in rows:
         steps = f"{row['steps']:,} steps of {row['batch_size']} x"
@@ -162,10 +163,11 @@ def write(
 
 
 def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
-    """Puts a table in its place in a document, or at its end.
+    """Puts a table in its place in a document, or at the end of the document.
 
     Args:
-      made: the table, without its ending; it goes with JSON and picture to docs/results.
+      made: path of the table without its ending. JSON and picture beside it are copied to
+        docs/results.
     """
     report = pathlib.Path(report)
     kept = report.parent / "docs" / "results" / re.sub(r"\W+", "_", name)
@@ -181,7 +183,7 @@ def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
 
 
 def replace_section(report: pathlib.Path, name: str, content: str) -> None:
-    """Puts Markdown between the comments of this name, which come to the end if there are none."""
+    """Puts Markdown between the comments of this name; adds them at the end if they are missing."""
     section = f"<!-- {name} -->\n{content}<!-- end -->"
     place = re.compile(rf"<!-- {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
     with workdirs.locked(report.parent):
@@ -194,7 +196,7 @@ def replace_section(report: pathlib.Path, name: str, content: str) -> None:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """A table; numbers are shown with four digits, the first column is to the left."""
+    """A table in Markdown; numbers have four digits, and only the first column is left-aligned."""
     rows = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in line] for line in lines]
     return scoring.markdown_table(head, rows, right=range(1, len(head)))
 
@@ -219,7 +221,7 @@ COLOURS = {"LSTM": "tab:orange", "Mogrifier": "tab:blue"}
 
 
 def panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """A figure, and its axes [rows, columns], each of this size in inches."""
+    """A figure and its axes [rows, columns]; each panel has this size in inches."""
     from matplotlib import figure
 
     fig = figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -230,7 +232,7 @@ def panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, A
 
 
 def figure_of_set(each: configs.Set, rows: Rows) -> Any:
-    """The Matplotlib figure of a set: what was measured and what the paper has, or one of them."""
+    """The Matplotlib figure of a set: a panel for measured scores and one for the paper's."""
     unit = rows[0]["unit"] if rows else each.unit or "ppl"
     shown = rows or [row._asdict() for row in each.rows]
     paper = [
@@ -257,7 +259,7 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
 
 
 def draw_curves(rows: Rows, title: str = "") -> Any:
-    """Validation loss at every evaluation, a line for each seed; the LSTM's are dashed."""
+    """Draws validation loss at every evaluation; each seed has a line, dashed for the LSTM."""
     fig, ((axes,),) = panels(1, 1, width=7, height=3.8)
     places = list(dict.fromkeys(row["variant"] if row["x"] is None else row["x"] for row in rows))
     for row in rows:
@@ -265,7 +267,7 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
         name = row["label"] if row["x"] is None else f"{row['label']}, {row['x']}"
         style = ".--" if row["label"] == "LSTM" else ".-"
         for seed, curve in enumerate(row["curves"]):
-            steps, nats = zip(*curve[1:], strict=True)  # What comes before training is noise.
+            steps, nats = zip(*curve[1:], strict=True)  # The first is from before training.
             colour, label = f"C{places.index(place)}", None if seed else name
             axes.plot(steps, nats, style, color=colour, linewidth=1.2, label=label)
     axes.set_xlabel("optimiser steps")
@@ -277,7 +279,7 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
 
 
 def _draw(axes, each: configs.Set, points, unit: str) -> None:
-    """One panel; `points` are (row, its score: mean, spread, scores of the seeds)."""
+    """Draws one panel; `points` are pairs of a row and its score with mean, spread and seeds."""
     name = f"validation, {metrics.UNITS[unit]}"
     if all(row["x"] is None for row, _ in points):
         _draw_list(axes, points)
@@ -291,7 +293,7 @@ def _draw(axes, each: configs.Set, points, unit: str) -> None:
 
 
 def _draw_list(axes, points) -> None:
-    """Labels from top to bottom, a dot for each mean, small ones for the seeds."""
+    """Draws labels from top to bottom, with a dot for each mean and a tick for each seed."""
     for place, (row, score) in enumerate(points):
         colour, seeds = COLOURS.get(row["label"], "0.4"), score["scores"]
         if len(seeds) > 1:
@@ -304,7 +306,7 @@ def _draw_list(axes, points) -> None:
 
 
 def _draw_curves(axes, points) -> None:
-    """A curve for each label; words on the x axis are places in their order."""
+    """Draws a curve for each label; if x values are words, they are spaced in their order."""
     words = list(dict.fromkeys(row["x"] for row, _ in points if isinstance(row["x"], str)))
     labels = list(dict.fromkeys(row["label"] for row, _ in points))
     for number, label in enumerate(labels):

@@ -2,15 +2,16 @@
 
 Axes: A adaptations side by side, W windows of one dispatch, B stripes, T time, N tokens.
 
-After each window is scored, with g the gradient of its summed nats, elementwise,
+After each window is scored, every weight θ changes by this rule:
 
     θ ← θ - η g / (RMS + ε) + min(1, ρ RMS / m) (θ₀ - θ)
 
-where θ₀ are the trained weights, η, ρ, ε are `UpdateRule`, RMS is the root of the mean squared
-gradient over windows of the training text and m the mean of RMS over all weights. These statistics
-take a pass over much of the training text, so a workdir keeps them, with a digest of all that they
-follow from. Adaptations differ in their settings or in their dropout masks; each has weights and a
-state of its own. They lie over the mesh axis "data".
+g is the gradient of the window's summed nats, θ₀ the trained weight, and η, ρ, ε are the numbers of
+`UpdateRule`. RMS is the root of the mean squared gradient over windows of the training text. m is
+the mean of RMS over all weights. These statistics take a pass over much of the training text, so
+the workdir keeps them, with a digest of everything that they depend on. Adaptations differ in their
+settings or in their dropout masks. Each has its own weights and its own state. They are spread over
+the mesh axis "data".
 """
 
 import functools
@@ -33,13 +34,13 @@ from mogrifier_jax.evaluation import montecarlo, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, leaves, workdirs
 
-BLOCK_BYTES = 1 << 31  # Memory of adaptations side by side, about, on each device.
-MAX_WINDOWS = 500  # Of the gradient statistics, as in the paper.
+BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
+MAX_WINDOWS = 500  # Windows that the gradient statistics use, as in the paper.
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
 
 
 class Statistics(NamedTuple):
-    """What is kept of the gradients over the training text."""
+    """Root mean squares of the gradients over the training text."""
 
     rms: Any  # A tree like the weights.
     mean: jax.Array  # m: the mean of `rms` over all weights.
@@ -47,7 +48,7 @@ class Statistics(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """The numbers that are tuned, or arrays of them [A]."""
+    """The numbers of the rule that are tuned, or arrays [A] of them."""
 
     learning_rate: Any
     decay_rate: Any
@@ -57,8 +58,8 @@ class UpdateRule(NamedTuple):
 class Outcome(NamedTuple):
     """The scores of one adaptation, or of the average of several."""
 
-    scores: evaluate.TokenScores  # Up to where it diverged, if it did.
-    diverged_at: int | None  # The first window whose score is not finite.
+    scores: evaluate.TokenScores  # If it diverged, only the windows before that.
+    diverged_at: int | None  # The first window whose score is not finite; None: all are finite.
 
     def mean(self) -> float:
         """Nats per token; nan if it diverged."""
@@ -66,13 +67,15 @@ class Outcome(NamedTuple):
 
 
 class DynamicEvaluation:
-    """Scores a plan with adapting weights; compiles once for any weights, settings, logit scale.
+    """Scores a plan with adapting weights.
+
+    It compiles once for any weights, settings and logit scale.
 
     Args:
       plan: usually one stripe; on one device or on every device of the mesh.
       dropout: rates for Monte-Carlo samples; without them each adaptation is deterministic.
-      parallel: how many adaptations run side by side, at most; by default what fits into about
-        two gigabytes per device.
+      parallel: the largest number of adaptations side by side; by default as many as fit into
+        about two gigabytes per device.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class DynamicEvaluation:
         max_windows: int | None = None,
         title: str = "",
     ) -> list[Outcome]:
-        """The outcome of each setting, all of them side by side."""
+        """Runs all settings side by side and returns the outcome of each."""
         outcomes = []
         for block in self._blocks(len(settings)):
             stacked = stack_settings([settings[i] for i in block])
@@ -133,7 +136,7 @@ class DynamicEvaluation:
         max_windows: int | None = None,
         title: str = "",
     ) -> Outcome:
-        """The arithmetic average over samples, each adapting by the gradients of its own masks."""
+        """The average probability over samples; each adapts by the gradients of its own masks."""
         if self.dropout is None:
             raise errors.UsageError("Monte-Carlo samples need the rates of dropout; give `dropout`")
         rates = montecarlo.scale_dropout(self.dropout, multiplier)
@@ -162,7 +165,7 @@ class DynamicEvaluation:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
         params, count = partitioning.replicate(params, self._mesh), len(keys)
         size = -(-count // self._devices) * self._devices
-        # The mesh is filled up with repetitions of the first ones.
+        # Repetitions of the first adaptations fill up the mesh.
         order = np.arange(size) % count
         each = jax.tree.map(lambda a: a[order], (settings, keys))
         state = self._copies(params, count=size)
@@ -183,14 +186,14 @@ class DynamicEvaluation:
         return Outcome(self.targets.in_order(nats[:diverged_at]), diverged_at)
 
     def _copy(self, params, *, count):
-        """Weights and zero carries of `count` adaptations."""
+        """The trained weights and zero carries, `count` times."""
         start = params, evaluate.zero_carry(self.model, self.plan)
         return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), start)
 
     def _adapt(self, state, start, stream, first, count, each, logit_scale, rates):
         """Nats [W, A, B, T] of `count` windows, and the weights and carries [A, ...] after them.
 
-        `start` are the trained weights and the statistics, `each` the settings and keys [A].
+        `start` is the trained weights and the statistics. `each` is the settings and keys [A].
         """
         params, statistics = start
 
@@ -219,7 +222,7 @@ class DynamicEvaluation:
 
 
 def side_by_side(one, *args):
-    """vmap, but without the axis of a single one: batched matmuls are slower on a CPU."""
+    """`vmap`, but a single item runs without the extra axis: a CPU is slower at batched matmuls."""
     if jax.tree.leaves(args)[0].shape[0] > 1:
         return jax.vmap(one)(*args)
     alone = one(*jax.tree.map(lambda a: a[0], args))
@@ -227,7 +230,7 @@ def side_by_side(one, *args):
 
 
 def update_weights(adapted, params, grads, statistics: Statistics, setting: UpdateRule):
-    """The rule at the top of this module."""
+    """Applies the rule at the top of this module to every weight."""
 
     def update(theta, start, g, rms):
         pull = jnp.minimum(1.0, setting.decay_rate * rms / statistics.mean)
@@ -237,11 +240,11 @@ def update_weights(adapted, params, grads, statistics: Statistics, setting: Upda
 
 
 def stack_settings(settings: Sequence[UpdateRule]) -> UpdateRule:
-    """One rule with arrays [A] of all of them; impossible numbers are refused."""
+    """All settings as one rule with arrays [A]; refuses impossible numbers."""
     for setting in settings:
         if not (setting.learning_rate >= 0 and setting.decay_rate >= 0 and setting.epsilon > 0):
             raise errors.UsageError(
-                f"dynamic evaluation with {setting} cannot be: the learning rate and the decay "
+                f"dynamic evaluation with {setting} is impossible: the learning rate and the decay "
                 "rate must be at least 0, epsilon above 0"
             )
     return UpdateRule(*(jnp.asarray(column, jnp.float32) for column in zip(*settings, strict=True)))
@@ -256,7 +259,7 @@ def gradient_statistics(
     chunk: int = 16,
     title: str = "gradient statistics",
 ) -> Statistics:
-    """Root mean squares of the gradients of up to `max_windows` windows; no weight changes."""
+    """Root mean squares of the gradients over at most `max_windows` windows; no weight changes."""
     windows = min(plan.num_windows, max_windows)
     if windows < 1:
         raise errors.UsageError(f"statistics over {windows} windows are undefined; take 1 or more")
@@ -282,7 +285,7 @@ def gradient_statistics(
 def square_gradients(params, state, stream, first, count, *, model, batch_at, chunk):
     """Losses [W] of `count` windows, and the state: summed squared gradients and the carry."""
     lengths = batch_at(stream, 0).lengths
-    stripes = None if lengths is None else jnp.sum(lengths > 0)  # Others only fill up the mesh.
+    stripes = None if lengths is None else jnp.sum(lengths > 0)  # Empty ones fill up the mesh.
 
     def loss_fn(params, batch, carry):
         nats, carry = model.apply({"params": params}, batch, carry, method="batch_nats")
@@ -316,9 +319,9 @@ def cached_statistics(
     *,
     max_windows: int = MAX_WINDOWS,
 ) -> Statistics:
-    """`gradient_statistics` from the workdir, or computed and kept there for the next time."""
+    """Reads `gradient_statistics` from the workdir, or computes and keeps them there."""
     if jax.process_count() > 1:
-        # Whether to compute must not depend on what each host sees of a file.
+        # Hosts may see different files, and all of them must compute or none.
         return gradient_statistics(model, params, plan, max_windows=max_windows)
     batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
     path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
@@ -335,14 +338,14 @@ def _read(path: pathlib.Path, digest: str, params: Any) -> Statistics | None:
     if not path.exists():
         return None
     try:
-        # Opened here: a damaged file would be left open otherwise.
+        # np.load leaves a damaged file open if it opens the file itself.
         with path.open("rb") as file, np.load(file) as arrays:
             if str(arrays["digest"]) == digest:
                 rms = [arrays[f"rms.{name}"] for name in leaves.name_leaves(params)]
                 rms = jax.tree.unflatten(jax.tree.structure(params), map(jnp.asarray, rms))
-                logging.info("gradient statistics are those in %s", path)
+                logging.info("gradient statistics are read from %s", path)
                 return Statistics(rms, jnp.asarray(arrays["mean"]), arrays["losses"])
-        logging.info("%s is of other weights or of another text; it is made again", path)
+        logging.info("%s belongs to other weights or another text; it is made again", path)
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
         logging.warning("%s cannot be read (%s); it is made again", path, error)
     return None

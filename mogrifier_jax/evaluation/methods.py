@@ -1,8 +1,8 @@
-"""The ways to score the texts of a trained run, as the options of `--mode=evaluate` say.
+"""The methods that score the texts of a trained run, and the options of `--mode=evaluate`.
 
-A method decides first what is left open (temperature, dropout multiplier, settings of dynamic
-evaluation) on the validation set, and then is a function of a text's name. `scoring.py` calls
-them and keeps the results.
+A method first chooses on the validation set what the options leave open: the temperature, the
+dropout multiplier, or the settings of dynamic evaluation. Then it returns a function that scores
+the text of a given name. `scoring.py` calls the methods and keeps the results.
 """
 
 import functools
@@ -24,18 +24,18 @@ from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
-TEMPERATURES = (0.5, 1.5)  # Where `minimise` looks,
-TOLERANCE = 1e-3  # and how close it comes.
+TEMPERATURES = (0.5, 1.5)  # `minimise` searches between these,
+TOLERANCE = 1e-3  # until the interval is this small.
 # Options of `--mode=evaluate`, set as `--eval.name=value`. Lists are written with commas.
 OPTIONS = {
     "which": Key(str, "best", choices=("best", "latest")),
-    "methods": Key(str, "deterministic"),  # Of METHODS; empty: reports what is known.
+    "methods": Key(str, "deterministic"),  # Some of METHODS; empty: only shows known results.
     "splits": Key(str, "valid,test"),
-    "text": Key(str),  # To score in place of the splits.
+    "text": Key(str),  # A file to score in place of the splits.
     "ensemble": Key(str),  # Token files to average; nothing else is done.
-    "output": Key(str),  # For Markdown, or the ensemble's token file.
+    "output": Key(str),  # A file for the Markdown, or for the tokens of the ensemble.
     "source_dir": Key(str),  # Where the corpus is now,
-    "data_dir": Key(str),  # if not where the run had it.
+    "data_dir": Key(str),  # if it is not where the run had it.
     "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
     "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
     "window": Key(int, low=1, high=10**6),  # As in training unless set.
@@ -44,16 +44,16 @@ OPTIONS = {
     "samples_per_block": Key(int, low=1, high=10**6),  # By memory unless set.
     "average": Key(str, "arithmetic", choices=montecarlo.AVERAGES),
     "power": Key(float, 0.5, low=-1e3, high=1e3),
-    "multipliers": Key(str, "1"),  # On dropout rates; of several the best on validation is taken.
+    "multipliers": Key(str, "1"),  # Of dropout rates; the best on validation is taken.
     "dyneval.window": Key(int, 10, low=1, high=10**6),
-    "dyneval.learning_rates": Key(str, "1e-5"),  # Of several the best on validation is taken.
+    "dyneval.learning_rates": Key(str, "1e-5"),  # The best on validation is taken.
     "dyneval.decay_rates": Key(str, "1e-3"),
     "dyneval.epsilons": Key(str, "1e-5"),
     "dyneval.batch_size": Key(int, 1024, low=1, high=10**6),  # Stripes of gradient statistics,
     "dyneval.max_windows": configs.COUNT._replace(default=500),  # and how many of their windows.
-    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations side by side; by memory.
+    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations at once; by memory unless set.
 }
-# What the numbers in these lists may be.
+# The limits of the numbers in these lists.
 LISTS = {
     "multipliers": Key(float, low=0.0, high=1e3),
     "dyneval.learning_rates": Key(float, low=0.0, high=1e6),
@@ -66,7 +66,7 @@ ScoreFn = Callable[[str], evaluate.TokenScores | dyneval.Outcome]  # Of the text
 
 
 class Scorer:
-    """A trained run, the texts to score and how; each method gives its details and a ScoreFn."""
+    """A trained run and the texts to score; each method returns its details and a ScoreFn."""
 
     def __init__(self, folder: str, options: config_dict.ConfigDict):
         self.folder, self.options = folder, options
@@ -90,11 +90,11 @@ class Scorer:
 
     @functools.cached_property
     def splits(self) -> pretrained.Texts:
-        """The corpus of the run; not needed to score a file without adapting."""
+        """The corpus of the run; it is read only if a method needs it."""
         return pretrained.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
 
     def deterministic(self) -> tuple[dict[str, Any], ScoreFn]:
-        """No dropout, no adaptation."""
+        """One pass without dropout and without adaptation."""
         temperature = self.find_temperature(self.batch_size, self.window)
 
         def score(name):
@@ -105,7 +105,7 @@ class Scorer:
         return {"temperature": temperature, "window": self.window}, score
 
     def mc(self) -> tuple[dict[str, Any], ScoreFn]:
-        """Monte-Carlo dropout; of several multipliers the best on validation is taken."""
+        """Monte-Carlo dropout, with the multiplier that is best on validation."""
         sampler = functools.cache(lambda name: self.sampler(self.plan(name)))
 
         @functools.cache
@@ -118,7 +118,7 @@ class Scorer:
         return details | self.sampling, lambda name: score(name, multiplier, temperature)
 
     def dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
-        """Dynamic evaluation; of several settings the best on validation is taken."""
+        """Dynamic evaluation, with the settings that are best on validation."""
         options = self.options.dyneval
         temperature = self.find_temperature(options.batch_size, options.window)
         setting, known = self.choose_setting(temperature)
@@ -132,7 +132,7 @@ class Scorer:
         return {"temperature": temperature} | self.adapting | setting._asdict(), score
 
     def mc_dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
-        """Each sample adapts on its own; settings are chosen without dropout."""
+        """Monte-Carlo dropout whose samples each adapt; settings are chosen without dropout."""
         if self.options.average != "arithmetic":
             raise errors.UsageError(
                 f"mc_dyneval with the {self.options.average} average is not available; "
@@ -155,39 +155,39 @@ class Scorer:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What a result says of Monte-Carlo samples."""
+        """The options of Monte-Carlo samples that are kept with a result."""
         names = ("samples", "average", "seed")
         power = {"power": self.options.power} if self.options.average == "power" else {}
         return {name: self.options[name] for name in names} | power
 
     @property
     def adapting(self) -> dict[str, Any]:
-        """What a result says of dynamic evaluation, which reads one stream."""
+        """The options of dynamic evaluation that are kept with a result; it reads one stream."""
         options = self.options.dyneval
         windows = len(self.statistics.losses)
         return {"window": options.window, "stripes": 1, "statistics_windows": windows}
 
     def share(self, count: int) -> Mesh:
-        """As much of the mesh as `count` stripes or adaptations keep busy."""
-        if jax.process_count() > 1:  # All of them must take part.
+        """The part of the mesh that `count` stripes or adaptations keep busy."""
+        if jax.process_count() > 1:  # Every process must take part.
             return self.mesh
         return partitioning.shrink(self.mesh, min(count, self.mesh.shape["data"]))
 
     def num_stripes(self, name: str) -> int:
         """How many stripes a text is cut into."""
         if not self.texts.carries:
-            return self.batch_size  # Examples stand alone: more at a time changes no score.
+            return self.batch_size  # Examples carry no state, so the number changes no score.
         lines = self.loaded.config.evaluation.lines_per_stripe
         return self.options.stripes or evaluate.num_stripes(
             self.texts, name, self.batch_size, lines
         )
 
     def plan(self, name: str, mesh: Mesh | None = None) -> tasks.Plan:
-        """A text in stripes."""
+        """A text cut into `num_stripes(name)` stripes."""
         return self.texts.plan(name, self.num_stripes(name), window=self.window, mesh=mesh)
 
     def sampler(self, plan: tasks.Plan) -> montecarlo.MonteCarlo:
-        """Monte-Carlo dropout as the options say."""
+        """Monte-Carlo dropout over a plan, set up from the options."""
         return montecarlo.MonteCarlo(
             self.model,
             plan,
@@ -200,7 +200,7 @@ class Scorer:
         )
 
     def adapter(self, name: str, count: int, dropout: models.Dropout | None = None):
-        """Dynamic evaluation of a text, in one stream, by `count` adaptations."""
+        """Dynamic evaluation of a text as one stream, with `count` adaptations."""
         plan = self.texts.plan(name, 1, window=self.options.dyneval.window)
         parallel, mesh = self.options.dyneval.parallel, self.share(count)
         return dyneval.DynamicEvaluation(
@@ -209,7 +209,7 @@ class Scorer:
 
     @functools.cached_property
     def statistics(self) -> Any:
-        """Statistics of the gradients over the training text."""
+        """The gradient statistics of the training text, computed once for all methods."""
         options = self.options.dyneval
         size, window, most = options.batch_size, options.window, options.max_windows
         plan = self.splits.plan("train", size, window=window, mesh=self.mesh)
@@ -221,18 +221,18 @@ class Scorer:
     def find_temperature(
         self, batch_size: int, window: int, multiplier: float | None = None
     ) -> float:
-        """The logit scale, by the rule that the options name.
+        """The logit scale, found by the rule that the options name.
 
-        It is searched for on the short stripes of validation text that lamb searches with.
+        Like lamb, it searches on short stripes of the validation text.
 
         Args:
-          multiplier: of the dropout rates, for Monte-Carlo samples; deterministic unless given.
+          multiplier: scales the dropout rates of Monte-Carlo samples; None: without dropout.
         """
         if self._fixed_temperature:
             return self._fixed_temperature
         rule = self.options.temperature
         self.require_validation("temperatures", rule == "minimise")
-        # The validation set need not be here; the saved value was searched for on it.
+        # A file is scored without the validation set. Training found the saved value on it.
         if rule == "saved" or self.options.text:
             if self.loaded.temperature is None:
                 raise errors.UsageError(
@@ -266,12 +266,12 @@ class Scorer:
 
         return score
 
-    @functools.cache  # noqa: B019  One for all multipliers.
+    @functools.cache  # noqa: B019  One sampler serves all multipliers.
     def _search_sampler(self, batch_size: int, window: int) -> montecarlo.MonteCarlo:
         return self.sampler(self.texts.plan("valid", batch_size, window=window))
 
     def choose_multiplier(self, batch_size, window, score) -> tuple[float, float]:
-        """The best dropout multiplier, and the temperature for it."""
+        """The dropout multiplier that is best on validation, and its temperature."""
         multipliers = parse_numbers("multipliers", self.options.multipliers)
         found = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
         if len(found) == 1:
@@ -284,7 +284,7 @@ class Scorer:
         return found[best_of(nats)]
 
     def choose_setting(self, temperature: float):
-        """The best setting of dynamic evaluation, and what is already known of its scores."""
+        """The best setting of dynamic evaluation, and the outcomes that are already known."""
         given = self.options.dyneval
         names = ("learning_rates", "decay_rates", "epsilons")
         parse = parse_numbers
@@ -304,18 +304,18 @@ class Scorer:
         """Refuses to choose among values when a file is scored: it has no validation set."""
         if self.options.text and needed:
             raise errors.UsageError(
-                f"several {what} are chosen from by the validation set, which --eval.text leaves "
+                f"one of several {what} is chosen on the validation set, which --eval.text leaves "
                 "out; give one value"
             )
 
 
 def default_options() -> config_dict.ConfigDict:
-    """Deterministic, one stream, the temperature searched as lamb does."""
+    """All options at their defaults: deterministic, one stream, lamb's temperature search."""
     return configs.make_dict(OPTIONS).lock()
 
 
 def check_options(options: config_dict.ConfigDict) -> None:
-    """Refuses what an option cannot be."""
+    """Refuses options with values that are out of range."""
     values = configs.flatten(options)
     configs.check_values(values, OPTIONS, prefix="eval.")
     for name in LISTS:
@@ -323,7 +323,7 @@ def check_options(options: config_dict.ConfigDict) -> None:
 
 
 def parse_numbers(name: str, text: str) -> list[float]:
-    """A list written with commas."""
+    """Reads the numbers of an option that is a list, such as "0.6,0.7,0.8"."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -336,7 +336,7 @@ def parse_numbers(name: str, text: str) -> list[float]:
 
 
 def minimise(f: Callable[[float], float], low: float, high: float) -> float:
-    """Golden-section search: where f, with one minimum between low and high, is smallest."""
+    """The place of the minimum of f by golden-section search; f has one between low and high."""
     ratio = (math.sqrt(5) - 1) / 2
     x = [high - ratio * (high - low), low + ratio * (high - low)]
     y = [f(x[0]), f(x[1])]
@@ -353,7 +353,7 @@ def minimise(f: Callable[[float], float], low: float, high: float) -> float:
 
 
 def parse_temperature(text: str) -> float | None:
-    """A number that may multiply logits; None for the name of a rule."""
+    """Reads a temperature, which multiplies the logits; None if the text names a rule."""
     if text in ("search", "minimise", "saved"):
         return None
     try:
@@ -369,17 +369,17 @@ def parse_temperature(text: str) -> float | None:
 
 
 def best_of(nats: Sequence[float]) -> int:
-    """The index of the smallest finite value, or the first if there is none."""
+    """The index of the smallest finite value; 0 if no value is finite."""
     return min(range(len(nats)), key=lambda i: nats[i] if math.isfinite(nats[i]) else math.inf)
 
 
 def show_setting(setting: dyneval.UpdateRule) -> str:
-    """For a log line."""
+    """The three numbers of a setting as text for a log line."""
     return ", ".join(f"{name} {value:g}" for name, value in setting._asdict().items())
 
 
 def show_outcome(outcome: dyneval.Outcome) -> str:
-    """The score, or when it diverged and how far it was by then."""
+    """The score as text; if it diverged, the window and the score up to it."""
     if outcome.diverged_at is None:
         return f"{outcome.mean():.4f} nats"
     return (

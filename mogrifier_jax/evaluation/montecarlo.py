@@ -2,17 +2,18 @@
 
 Axes: K blocks of M samples, W windows of one dispatch, B stripes, T time, V vocabulary.
 
-Every sample is a pass of its own, with its own state and masks. With p_s(v) the probability
-of v under the masks of sample s, the logit scale applied inside, the averages are
+Every sample is a pass of its own, with its own state and masks. p_s(v) is the probability of v
+under the masks of sample s; the logit scale is applied before the softmax. The averages are
 
-    arithmetic              1/S Σ p_s(v), which sums to one: only the target is needed
-    geometric               exp(1/S Σ log p_s(v)), renormalised over v; of an ordinary softmax
-                            these are the mean logits
+    arithmetic              1/S Σ p_s(v), which sums to one, so only the target's p_s is needed
+    geometric               exp(1/S Σ log p_s(v)), renormalised over v; for an ordinary softmax
+                            this is the softmax of the mean logits
     power                   (1/S Σ p_s(v)^a)^(1/a), renormalised over v; a = 1 is arithmetic
-    unnormalised_geometric  exp(1/S Σ log p_s(v)): its cross-entropy is the mean of the samples'
+    unnormalised_geometric  exp(1/S Σ log p_s(v)), whose nats are the mean of the samples' nats
 
-A block of samples runs in parallel and lies over the mesh axis "data"; blocks follow each other
-within a window, so that memory depends on M alone and no results wait for other samples.
+The samples of a block run in parallel, spread over the mesh axis "data". The blocks of a window run
+one after the other, so memory depends on M alone. A window is averaged before the next one begins,
+so no results of single samples are kept.
 """
 
 import functools
@@ -29,28 +30,28 @@ from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
 AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")
-BLOCK_SIZE = 1 << 26  # Floats in flight of one block, about, on each device.
+BLOCK_SIZE = 1 << 26  # About how many floats of one block are in memory on each device.
 
 
 class Average(NamedTuple):
     """How the samples' log-probabilities are averaged."""
 
     exponent: float  # 0 is the geometric mean.
-    whole: bool  # Over all of V and renormalised, or of the targets alone.
+    whole: bool  # True: over all of V, then renormalised. False: of the targets alone.
 
     def start(self, shape: tuple[int, ...]) -> jax.Array:
-        """The accumulator before any sample."""
+        """The value of the accumulator before any sample is added."""
         return jnp.full(shape, -jnp.inf) if self.exponent else jnp.zeros(shape)
 
     def add(self, total: jax.Array, log_p: jax.Array, weights: jax.Array) -> jax.Array:
-        """Adds a block: log_p [M, B, T, X], weights [M] that sum to one over all blocks."""
+        """Adds a block: log_p [M, B, T, V or 1]; weights [M], which sum to one over all blocks."""
         if not self.exponent:
             return total + jnp.tensordot(weights, log_p, axes=1)
         log_weights = jnp.log(weights)[:, None, None, None]
         return jnp.logaddexp(total, jax.nn.logsumexp(self.exponent * log_p + log_weights, axis=0))
 
     def nats(self, total: jax.Array, targets: jax.Array) -> jax.Array:
-        """-log of the average of the targets, [B, T]."""
+        """-log of the targets' average probability, [B, T]."""
         log_p = total / self.exponent if self.exponent else total
         if not self.whole:
             return -log_p[..., 0]
@@ -59,7 +60,7 @@ class Average(NamedTuple):
 
 
 def make_average(kind: str = "arithmetic", power: float = 0.5) -> Average:
-    """One of AVERAGES; `power` is the exponent of that kind."""
+    """The average of a kind in AVERAGES; only the kind "power" uses the exponent `power`."""
     if kind not in AVERAGES:
         raise errors.UsageError(f"average {kind!r} is unknown; use one of {', '.join(AVERAGES)}")
     if kind == "power" and not 0 < power <= 1:
@@ -76,13 +77,15 @@ def make_average(kind: str = "arithmetic", power: float = 0.5) -> Average:
 
 
 class MonteCarlo:
-    """Scores weights by S dropped-out passes; compiles once for any weights, logit scale, rates.
+    """Scores weights by S passes with dropout.
+
+    It compiles once for any weights, logit scale and rates.
 
     Args:
-      plan: on one device or on every device of the mesh: its stripes are not split.
+      plan: on one device or on every device of the mesh; its stripes are not split.
       dropout: the rates of training.
-      key: sample s draws from `sample_keys(key, ...)[s]`, whatever the blocks.
-      samples_per_block: M; by default what fits into a block of about a quarter of a gigabyte.
+      key: sample s draws from `sample_keys(key, ...)[s]`, whatever the size of the blocks.
+      samples_per_block: M; by default as many as fit into about a quarter of a gigabyte.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class MonteCarlo:
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
         weights = np.arange(self.num_blocks * self.block_size) < samples
         keys = sample_keys(key, self.num_blocks * self.block_size)
-        # As numbers: keys themselves cannot be put on the devices of other processes.
+        # JAX cannot put keys on the devices of other processes, so their numbers are put there.
         keys = jax.random.wrap_key_data(self._place(jax.random.key_data(keys)))
         self._blocks = (keys, self._place(jnp.asarray(weights / samples, jnp.float32)))
         self._average, self._chunk = average, min(chunk, plan.num_windows)
@@ -151,9 +154,9 @@ class MonteCarlo:
         return self.targets.in_order(nats)
 
     def _windows(self, params, stream, carry, first, count, logit_scale, rates, blocks):
-        """Nats [W, B, T] of the average of all samples, and the carry [K, M, B, ...] of each.
+        """Nats [W, B, T] of the samples' average, and the carry [K, M, B, ...] of each sample.
 
-        `blocks` are the keys and the weights of the samples, [K, M].
+        `blocks` holds the keys and the weights of the samples, [K, M].
         """
         average, model = self._average, self.model
         method = log_probabilities if average.whole else "batch_nats"
@@ -184,13 +187,13 @@ class MonteCarlo:
         return evaluate.over_windows(score, carry, batch_at, first, count, self._chunk)
 
     def _place(self, array: jax.Array) -> jax.Array:
-        """[K * M, ...] to [K, M, ...], each block over the devices."""
+        """Reshapes [K * M, ...] to [K, M, ...] and spreads each block over the devices."""
         array = array.reshape(self.num_blocks, self.block_size, *array.shape[1:])
         return array if self._sharding is None else jax.device_put(array, self._sharding)
 
 
 def log_probabilities(model, batch, carry, rates, logit_scale):
-    """log p of all tokens [B, T, V] under dropout, and the carry; a method for `apply`."""
+    """log p [B, T, V] of all tokens under dropout, and the carry; `apply` calls it as a method."""
     start = None if carry == () else carry
     steps = jnp.arange(batch.inputs.shape[1])[:, None]
     valid = None if batch.lengths is None else steps < batch.lengths[None]
@@ -200,12 +203,12 @@ def log_probabilities(model, batch, carry, rates, logit_scale):
 
 
 def sample_keys(key: jax.Array, count: int) -> jax.Array:
-    """The key of each sample [count]; window w of it draws from fold_in(key of the sample, w)."""
+    """The keys [count] of the samples; window w of a sample draws from `fold_in(key, w)`."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(count))
 
 
 def scale_dropout(dropout: models.Dropout, multiplier: float) -> models.Dropout:
-    """All rates times the multiplier."""
+    """Multiplies all rates; refuses a multiplier that makes a rate 1 or more."""
     largest = max((rate for rate in dropout if rate is not None), default=0.0)
     if not 0 <= multiplier * largest < 1:
         raise errors.UsageError(
@@ -216,14 +219,14 @@ def scale_dropout(dropout: models.Dropout, multiplier: float) -> models.Dropout:
 
 
 def fitting_samples(model: Any, shape: tuple[int, int], average: Average) -> int:
-    """How many samples of windows [B, T] a block may hold on one device."""
+    """How many samples of a window of this shape [B, T] fit into a block on one device."""
     per_token = model.vocab_size * (2 if average.whole else 1)
     per_token += 8 * model.num_layers * model.hidden_size
     return max(1, BLOCK_SIZE // (shape[0] * shape[1] * per_token))
 
 
 def cut_blocks(samples: int, block_size: int, devices: int) -> tuple[int, int]:
-    """Blocks and samples of each, a multiple of the devices; the last samples may be padding."""
+    """The number of blocks and their size, a multiple of the devices; the last may have padding."""
     num_blocks = -(-samples // block_size)
     size = -(-samples // num_blocks)
     size = -(-size // devices) * devices

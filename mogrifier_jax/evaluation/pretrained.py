@@ -1,10 +1,10 @@
 """Trained weights, from a workdir or from a file to share, and the texts that they can score.
 
-A file to share is a safetensors file: the weights by name (`embedding`, `layer_0.kernel`, ...), and
-as its metadata, each a text, `format`, `version`, `config` and `info` (JSON), `vocabulary` (that
-of vocabulary.json), `temperature` (JSON) and `digest`, the SHA-256 of all the rest.
+A file to share is a safetensors file. It holds the weights by name (`embedding`, `layer_0.kernel`,
+...). Its metadata are texts: `format`, `version`, `config`, `info` and `temperature` (all three
+JSON), `vocabulary` (the content of vocabulary.json) and `digest`, the SHA-256 of all the rest.
 
-The texts that a model can score are the splits of its corpus, or any file.
+A model can score the splits of its corpus, or any file.
 """
 
 import functools
@@ -31,25 +31,25 @@ FORMAT, VERSION = "mogrifier_jax", "1"
 
 
 class Pretrained(NamedTuple):
-    """What a run has learned."""
+    """The model of a run with its weights, its vocabulary and its config."""
 
     config: config_dict.ConfigDict
     model: Any
     vocabulary: corpora.Vocabulary
     params: Any  # The averaged weights, if the checkpoint has any.
-    temperature: float | None  # Found on the validation set when the checkpoint was made.
+    temperature: float | None  # Training found it on the validation set for this checkpoint.
     info: dict[str, Any]  # workdir, which, step, total_steps, finished.
 
 
 def load_weights(
     workdir: str | os.PathLike, which: checkpoints.Which = "best", mesh: Mesh | None = None
 ) -> Pretrained:
-    """Loads the best or the latest checkpoint of a run, which may still be going on.
+    """Loads the best or the latest checkpoint of a run; the run may still be going on.
 
     Args:
-      workdir: or a file of `save_file`, which holds one checkpoint alone.
-      mesh: devices that each get a copy of the weights; by default the first device, or all of
-        several processes.
+      workdir: a workdir, or a file of `save_file`, which holds only one checkpoint.
+      mesh: every device of it gets a copy of the weights. By default it is the first device, or
+        all devices if there are several processes.
     """
     if which not in ("best", "latest"):
         raise errors.UsageError(f"checkpoint {which!r} is unknown; use 'best' or 'latest'")
@@ -82,7 +82,7 @@ def load_weights(
         used = f"its {which} checkpoint so far, of step {restored.step} of {total}"
         logging.info("the run in %s has not ended; using %s", workdir, used)
     elif which == "best" and results.get("step") != restored.step:
-        left = f"{path} was left by a best checkpoint of step {results.get('step')}"
+        left = f"{path} is of the best checkpoint of step {results.get('step')}"
         logging.warning("%s, and that of step %d is used", left, restored.step)
     return Pretrained(
         config=config,
@@ -101,9 +101,9 @@ def load_weights(
 
 
 def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
-    """Writes all of it to one safetensors file, whole or not at all.
+    """Writes everything to one safetensors file, whole or not at all.
 
-    It names no folder of this machine.
+    The file names no folder of this machine.
     """
     path = pathlib.Path(path)
     workdirs.check_output(path, "path")
@@ -126,7 +126,7 @@ def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
 
 
 def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
-    """Reads a file of `save_file`; one that is damaged or holds something else is refused."""
+    """Reads a file of `save_file`; refuses one that is damaged or holds something else."""
     try:
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -163,8 +163,8 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
     for name in sorted(expected | found):
         if expected.get(name) != found.get(name):
             raise errors.UsageError(
-                f"{path} has not the weights that its config asks for: {name} differs in name, "
-                "shape or dtype; export the model again"
+                f"{path} does not have the weights that its config asks for: {name} differs in "
+                "name, shape or dtype; export the model again"
             )
     params = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[n] for n in expected])
     params = jax.device_put(params, _place(mesh))
@@ -172,7 +172,7 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
 
 
 def export(workdir: str, output: str | None = None) -> None:
-    """`--mode=export`: the best weights of a run as one file to share."""
+    """`--mode=export`: writes the best weights of a run to one file to share."""
     if not workdir:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     path = output or os.path.join(workdir, "model.safetensors")
@@ -187,7 +187,7 @@ def _digest(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> st
 
 
 def digest_arrays(about: str, arrays: Mapping[str, Any]) -> str:
-    """Of a text, and of names, shapes, dtypes and contents."""
+    """SHA-256 of a text and of the names, shapes, dtypes and contents of arrays."""
     digest = hashlib.sha256(about.encode())
     for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -196,7 +196,7 @@ def digest_arrays(about: str, arrays: Mapping[str, Any]) -> str:
 
 
 def _place(mesh: Mesh | None) -> Any:
-    if mesh is None and jax.process_count() > 1:  # All of them must have the weights.
+    if mesh is None and jax.process_count() > 1:  # Every process needs the weights.
         mesh = partitioning.make_mesh()
     return partitioning.replicated(mesh) if mesh else SingleDeviceSharding(jax.devices()[0])
 
@@ -206,7 +206,7 @@ def _init(model: Any) -> Any:
 
 
 def _abstract_weights(model, average, mesh) -> dict[str, Any]:
-    """The part of a training state that is the weights, by the names that it is saved under."""
+    """The weights in a training state, under the names by which checkpoints save them."""
 
     def init():
         params = _init(model)
@@ -220,17 +220,17 @@ def _abstract_weights(model, average, mesh) -> dict[str, Any]:
 
 
 class Texts(NamedTuple):
-    """Named texts that can be laid out for evaluation."""
+    """Texts that a model can score, by name."""
 
     names: tuple[str, ...]
-    unit: str  # In which a score is read: "ppl", "bpc" or "bpb".
+    unit: str  # The unit of scores that people read: "ppl", "bpc" or "bpb".
     plan: Callable[..., tasks.Plan]  # plan(name, num_stripes, window=..., mesh=None)
     num_lines: Callable[[str], int]
-    carries: bool
-    about: Mapping[str, Any]  # For the record.
+    carries: bool  # Whether the state is carried from window to window.
+    about: Mapping[str, Any]  # Kept with each result.
 
     def check(self, name: str) -> None:
-        """Refuses a name that is not there."""
+        """Refuses a name that none of the texts has."""
         if name not in self.names:
             known = ", ".join(self.names)
             raise errors.UsageError(f"split {name!r} is unknown; use any of {known}")
@@ -239,7 +239,7 @@ class Texts(NamedTuple):
 def read_splits(
     loaded: Pretrained, source_dir: str | None = None, data_dir: str | None = None
 ) -> Texts:
-    """The splits of the corpus that the run was trained on; another vocabulary is refused."""
+    """The splits of the corpus that the run was trained on; refuses another vocabulary."""
     options = dict(loaded.config.data)
     moved = {"source_dir": source_dir, "data_dir": data_dir}
     options |= {key: folder for key, folder in moved.items() if folder}
@@ -262,7 +262,7 @@ def read_splits(
 
 
 def read_file(loaded: Pretrained, path: str | os.PathLike) -> Texts:
-    """Any text file as one text, named "text"; what the vocabulary lacks is reported."""
+    """Any text file as one text named "text"; a warning lists the unknown tokens."""
     config, vocab = loaded.config, loaded.vocabulary
     if not tasks.kind_of(config.data).carries:
         raise errors.UsageError(
@@ -294,19 +294,19 @@ def read_file(loaded: Pretrained, path: str | os.PathLike) -> Texts:
 
 
 def list_some(unknown: Sequence[str]) -> str:
-    """The first ten, for a message."""
+    """The first ten tokens, as a message shows them."""
     return ", ".join(map(repr, unknown[:10])) + (", ..." if len(unknown) > 10 else "")
 
 
 def unit_of(corpus: str, level: str) -> str:
-    """How scores on this corpus are read, by the level of its vocabulary."""
-    # The words of ptb_char are characters with spaces between them.
+    """The unit of scores on this corpus, from the level of its vocabulary."""
+    # The words of ptb_char are single characters.
     level = "character" if corpus == "ptb_char" else level
     return tasks.SCORE_UNITS[level]
 
 
 def read_text(vocab: corpora.Vocabulary, path: str | os.PathLike) -> str | bytes:
-    """What is in a file, as the level of the vocabulary needs it."""
+    """The content of a file: bytes for a vocabulary of bytes, otherwise UTF-8 text."""
     path = pathlib.Path(path)
     if not path.is_file():
         raise errors.UsageError(f"{path} is not a file; give one of text")

@@ -3,12 +3,12 @@
     python -m mogrifier_jax.main --mode=evaluate --workdir=runs/ptb --eval.methods=deterministic,mc
 
 Results are added to `evaluation.json` in the workdir, and the score of every token goes to
-`tokens/<method>_<text>.npz`. Several workdirs become Markdown, with the paper's rows beside
-theirs. `methods.py` lists the options and scores.
+`tokens/<method>_<text>.npz`. Several workdirs make a table in Markdown, with the paper's numbers
+beside theirs. `methods.py` lists the options and does the scoring.
 
 A file of tokens is a compressed .npz with the arrays `tokens` [N] int32 and `nats` [N] float32, in
-the order of the text, and `about`, a JSON text that names the vocabulary by its digest. Several of
-them make an ensemble.
+the order of the text, and `about`, a JSON text with the digest of the vocabulary. Several such
+files make an ensemble.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "
 
 
 def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[str, Any]]:
-    """Evaluates the runs in these workdirs, or ensembles files; returns the results."""
+    """Evaluates the runs in these workdirs, or averages files of tokens; returns the results."""
     methods.check_options(options)
     if options.ensemble:
         return [run_ensemble(options.ensemble.split(","), options.output)]
@@ -56,7 +56,7 @@ def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[st
 
 
 def run_ensemble(paths: Sequence[str], output: str | None = None) -> dict[str, Any]:
-    """Averages the probabilities in files of token scores and shows what comes out."""
+    """Averages the probabilities in files of token scores and shows the score of the average."""
     scores, members, vocab = ensemble(paths)
     nats = scores.mean()
     rows = [(str(path), _show_nats(member)) for path, member in zip(paths, members, strict=True)]
@@ -84,7 +84,7 @@ def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> dict[str, 
             started = time.perf_counter()
             row = make_row(scorer, method, name, details, score(name))
             row["seconds"] = round(time.perf_counter() - started, 2)
-            # After each: an interruption leaves what is done.
+            # Each result is kept at once, so an interruption loses only the one that is computed.
             if jax.process_index() == 0:
                 keep_row(folder, evaluation, row)
     logging.info("\n%s", describe(evaluation))
@@ -92,7 +92,7 @@ def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> dict[str, 
 
 
 def begin(scorer: methods.Scorer) -> dict[str, Any]:
-    """What evaluation.json starts from: earlier results of the same weights are kept."""
+    """The content of evaluation.json to begin with; earlier results of the weights are in it."""
     info = scorer.loaded.info
     num_params = sum(models.count_parameters(scorer.model).values())
     evaluation = {
@@ -108,7 +108,7 @@ def begin(scorer: methods.Scorer) -> dict[str, Any]:
 
 
 def take_earlier(folder: str, evaluation: dict[str, Any]) -> None:
-    """Takes over the results that are there, of another evaluation perhaps, of the same weights."""
+    """Takes over results in the workdir that are of the same weights."""
     if (pathlib.Path(folder) / "evaluation.json").exists():
         earlier = read_evaluation(folder)
         if all(earlier.get(key) == evaluation[key] for key in ("which", "step", "unit")):
@@ -116,7 +116,7 @@ def take_earlier(folder: str, evaluation: dict[str, Any]) -> None:
 
 
 def keep_row(folder: str, evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Adds a result to evaluation.json, to which others may add at the same time."""
+    """Adds a result to evaluation.json; other processes may add theirs at the same time."""
     with workdirs.locked(folder):
         take_earlier(folder, evaluation)
         add_row(evaluation, row)
@@ -124,7 +124,7 @@ def keep_row(folder: str, evaluation: dict[str, Any], row: Mapping[str, Any]) ->
 
 
 def make_row(scorer, method, name, details, result) -> dict[str, Any]:
-    """One result for evaluation.json, its tokens written to a file; null if it diverged."""
+    """One result for evaluation.json, with null nats if it diverged; writes its file of tokens."""
     row = {"method": method, "text": name, "stripes": scorer.options.stripes, **details}
     if name == "text":
         row |= scorer.texts.about
@@ -148,7 +148,7 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
 
 
 def add_row(evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Puts a result in the place of the earlier one of the same method and text, if any."""
+    """Adds a result; it replaces an earlier one of the same method and text."""
     same = ("method", "text", "source")
     kept = [
         earlier
@@ -159,7 +159,7 @@ def add_row(evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
 
 
 def read_evaluation(folder: str) -> dict[str, Any]:
-    """What evaluations of a workdir have left."""
+    """The content of evaluation.json in a workdir."""
     path = pathlib.Path(folder) / "evaluation.json"
     if not path.exists():
         raise errors.UsageError(
@@ -175,7 +175,7 @@ def read_evaluation(folder: str) -> dict[str, Any]:
 
 
 def describe(evaluation: Mapping[str, Any]) -> str:
-    """The table on the terminal: methods with their scores, then what they were made with."""
+    """The table on the terminal: the scores of each method, then the options it used."""
     sections: dict[str, list[tuple[str, Any]]] = {
         "run": [
             ("workdir", evaluation["workdir"]),
@@ -202,14 +202,14 @@ def _show_nats(nats: float) -> str:
     return f"{nats:.5f} nats  (ppl {metrics.perplexity(nats):.2f}, {metrics.bits(nats):.4f} bits)"
 
 
-# The columns of the paper's tables, in its order, and by kind of row the methods that fill them.
+# The columns of the paper's tables in their order, and the methods that fill each kind of row.
 SPLITS = ("valid", "test")
 COLUMNS = ("valid", "test", "valid, dyneval", "test, dyneval")
 KINDS = {"deterministic": ("deterministic", "dyneval"), "mc": ("mc", "mc_dyneval")}
 
 
 def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, str]:
-    """The names under which the paper may have this run."""
+    """Corpus, model and size of a run, as the paper's tables name them."""
     corpus = config.data.name
     if corpus == "mwc":
         corpus = f"mwc_{config.data.get('language') or 'en'}"
@@ -222,7 +222,7 @@ def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, s
 
 
 def name_model(config: config_dict.ConfigDict) -> str:
-    """What the paper calls this kind of model."""
+    """The paper's name for the model of a config."""
     cell, rounds = config.model.get("cell", "mogrifier_lstm"), config.model.get("rounds", 0)
     if cell == "mogrifier_lstm":
         return "mogrifier" if rounds else "lstm"
@@ -230,7 +230,7 @@ def name_model(config: config_dict.ConfigDict) -> str:
 
 
 def paper_nats(run: Mapping[str, str], kind: str) -> list[float | None]:
-    """The paper's nats in the four columns, None where it has nothing."""
+    """The paper's nats in the four columns; None where the paper has no number."""
     for row in configs.paper_numbers()["tables"].get(run["corpus"], {"rows": []})["rows"]:
         same = all(row.get(key) == run[key] for key in ("model", "params"))
         if same and row.get("evaluation") == kind and "nats" in row:
@@ -239,7 +239,7 @@ def paper_nats(run: Mapping[str, str], kind: str) -> list[float | None]:
 
 
 def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """One table for each corpus of these contents of evaluation.json files."""
+    """One table for each corpus; each evaluation is the content of an evaluation.json."""
     sections = []
     head = ["model", "parameters", "evaluation", *COLUMNS, "run"]
     for corpus in dict.fromkeys(e["run"]["corpus"] for e in evaluations):
@@ -247,7 +247,7 @@ def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
         rows = [row for evaluation in chosen for row in _rows(evaluation)]
         sections += [
             f"## {corpus}, {metrics.UNITS[chosen[0]['unit']]}",
-            "Ours, then in parentheses the paper's and the difference.",
+            "Our score comes first. In parentheses are the paper's score and the difference.",
             markdown_table(head, rows, right=range(3, 3 + len(COLUMNS))),
         ]
     return "\n\n".join(sections) + "\n"
@@ -256,13 +256,13 @@ def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
 def markdown_table(
     head: Sequence[Any], rows: Sequence[Sequence[Any]], right: Collection[int] = ()
 ) -> str:
-    """A table in Markdown; these columns of it, counted from 0, are aligned to the right."""
+    """A table in Markdown; the columns in `right`, counted from 0, are aligned to the right."""
     rule = ["---:" if place in right else "---" for place in range(len(head))]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, rule, *rows))
 
 
 def _rows(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row for each kind of evaluation that was made of a run."""
+    """One row of the table for each kind of evaluation that a run has."""
     run, unit = evaluation["run"], evaluation["unit"]
     ours = {(row["method"], row["text"]): row for row in evaluation["results"]}
     workdir = f"`{evaluation['workdir']}`, step {evaluation['step']:,}"
@@ -295,7 +295,7 @@ def write_tokens(
     vocab: corpora.Vocabulary | str,
     **about: Any,
 ) -> None:
-    """Writes a file of scores, whole or not at all; `vocab` may be its digest."""
+    """Writes a file of tokens, whole or not at all; `vocab` may be the digest of a vocabulary."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = vocab if isinstance(vocab, str) else digest_vocabulary(vocab)
@@ -309,11 +309,11 @@ def write_tokens(
 
 
 def read_tokens(path: str | os.PathLike) -> tuple[evaluate.TokenScores, dict[str, Any]]:
-    """The scores in a file and what it says about itself."""
+    """The scores in a file of tokens, and its `about`."""
     if not pathlib.Path(path).is_file():
         raise errors.UsageError(f"{path} does not exist; give .npz files of --mode=evaluate")
     try:
-        # Opened here: a damaged file would be left open otherwise.
+        # np.load leaves a damaged file open if it opens the file itself.
         with open(path, "rb") as file, np.load(file) as arrays:
             about = json.loads(str(arrays["about"]))
             return evaluate.TokenScores(arrays["tokens"], arrays["nats"]), about
@@ -324,12 +324,13 @@ def read_tokens(path: str | os.PathLike) -> tuple[evaluate.TokenScores, dict[str
 
 
 def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, list[float], str]:
-    """Averages the probabilities of each token; also the nats of each file, and the vocabulary.
+    """Averages the probabilities of each token.
 
-    Files of other tokens, or of another vocabulary, are refused.
+    It also returns the nats of each file, and the digest of the vocabulary. It refuses files that
+    differ in their tokens or in their vocabulary.
     """
     if len(paths) < 2:
-        raise errors.UsageError(f"an ensemble of {len(paths)} files is none; give two or more")
+        raise errors.UsageError(f"{len(paths)} files make no ensemble; give two or more")
     (first, about), *others = (read_tokens(path) for path in paths)
     log_p = -first.nats.astype(np.float64)
     means = [first.mean()]
@@ -348,7 +349,7 @@ def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, 
 
 
 def digest_vocabulary(vocab: corpora.Vocabulary) -> str:
-    """Tells vocabularies apart."""
+    """SHA-256 of a vocabulary; files with different digests cannot be compared."""
     return hashlib.sha256(vocab.to_json().encode()).hexdigest()
 
 

@@ -2,10 +2,10 @@
 
 Axes: N tokens of a text, B samples, V vocabulary, D input features of a layer, H hidden features.
 
-Texts are read in windows of a fixed size with the state carried on, so that each method compiles
-once for texts of any length. Samples are drawn a few steps in each dispatch. A step draws a token
-and reads it. While a prompt lasts, its tokens are read instead of those drawn, so that the program
-is the same for every prompt. `print_samples` is `--mode=sample`.
+A text is read in windows of a fixed size, and the state is carried from window to window. So each
+method compiles once for texts of any length. A dispatch draws a few steps of all samples. A step
+draws a token and reads it. While the prompt lasts, the step reads the prompt's token instead, so
+the program is the same for every prompt. `print_samples` is `--mode=sample`.
 """
 
 import functools
@@ -29,9 +29,9 @@ from mogrifier_jax.training import checkpoints, metrics
 if TYPE_CHECKING:
     from mogrifier_jax.analysis import explore
 
-WINDOW = 64  # Tokens of one dispatch, where a text is read,
-CHUNK = 16  # and steps of one where it is drawn.
-# Below these, a temperature makes logits infinite, and a probability leaves no token.
+WINDOW = 64  # Tokens that one dispatch reads.
+CHUNK = 16  # Steps that one dispatch draws.
+# A lower temperature makes logits infinite, and a lower probability leaves no token.
 LIMITS = {
     "logit_scale": configs.keys()["evaluation.softmax_temperature"],
     "top": Key(int, required=True, low=1, high=10**9),
@@ -50,16 +50,16 @@ class Score(NamedTuple):
 
     tokens: list[str]  # As the vocabulary writes them: "▼" is the end of a line.
     nats: np.ndarray  # [N] float32: -log p of each.
-    unknown: list[str]  # What the vocabulary lacks; it is scored as "<UNK>".
+    unknown: list[str]  # Tokens that the vocabulary lacks; they are scored as "<UNK>".
 
     @property
     def nats_per_token(self) -> float:
-        """The cross-entropy."""
+        """The cross-entropy: the mean of `nats`."""
         return metrics.Sum(self.nats, len(self.nats)).mean()
 
     @property
     def bits_per_token(self) -> float:
-        """The same in bits: per character or byte, if those are the tokens."""
+        """The cross-entropy in bits: per character or byte if those are the tokens."""
         return metrics.bits(self.nats_per_token)
 
     @property
@@ -69,7 +69,7 @@ class Score(NamedTuple):
 
 
 class GateValues(NamedTuple):
-    """What the gates did as a text was read."""
+    """The values of the gates while a text was read."""
 
     tokens: list[str]  # As in Score.
     # For each layer: [N, H] by name, such as f, i, o, j, c of an LSTM; "rounds" is a list
@@ -78,35 +78,35 @@ class GateValues(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """What is expected before a text and after each of its tokens."""
+    """The likeliest next tokens before a text and after each of its tokens."""
 
     ids: np.ndarray  # [N + 1, K] int32: the likeliest tokens, the likeliest first.
     probabilities: np.ndarray  # [N + 1, K] float32.
     entropy_nats: np.ndarray  # [N + 1] float32: of the whole distribution.
-    ranks: np.ndarray  # [N] int32: the place of each token of the text; 1 is the likeliest.
+    ranks: np.ndarray  # [N] int32: the rank of each token of the text; 1 is the likeliest.
 
 
 class Sampling(NamedTuple):
     """How text is drawn: the options of `--mode=sample` and `TrainedModel.generate`.
 
-    The temperature divides the logits, so that values below 1 sharpen. It is a traced number;
-    what restricts the tokens is compiled.
+    The temperature divides the logits, so values below 1 sharpen the distribution. It is an input
+    of the program. `top_k`, `top_p` and `min_p` are compiled into the program.
     """
 
     length: int = 300  # Tokens to draw.
     temperature: float = 1.0
-    top_k: int | None = None  # Only the likeliest tokens, so many.
+    top_k: int | None = None  # Only this many of the likeliest tokens.
     top_p: float | None = None  # Only the likeliest tokens that together have this probability.
     min_p: float | None = None  # Only tokens with this share of the likeliest one's probability.
     num_samples: int = 1
     seed: int = 0
 
     def check(self) -> None:
-        """Refuses what cannot be drawn, before anything is loaded or compiled."""
+        """Refuses impossible options before anything is loaded or compiled."""
         configs.check_values(self._asdict(), LIMITS)
 
     def restrict(self, logits: jax.Array) -> jax.Array:
-        """Leaves the tokens that may be drawn; these logits are divided by the temperature."""
+        """Sets the logits of tokens that may not be drawn to -inf; the temperature is in them."""
         if self.top_k is not None:
             kth = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][..., -1:]
             logits = jnp.where(logits < kth, -jnp.inf, logits)
@@ -122,7 +122,7 @@ class Sampling(NamedTuple):
 
 
 class TrainedModel:
-    """What a run has learned, ready for use; made by `load`."""
+    """A trained language model; `load` makes it."""
 
     def __init__(self, loaded: pretrained.Pretrained):
         model = loaded.model
@@ -154,12 +154,12 @@ class TrainedModel:
     def score(self, text: str | bytes, *, logit_scale: float | None = None) -> Score:
         """-log p of every token of a text, read from the beginning of a line.
 
-        It equals `--mode=evaluate --eval.text` on a file with this text. Only what is there
-        is scored: the end of the last line counts if the text ends in a newline.
+        It equals `--mode=evaluate --eval.text` on a file with this text. The end of the last
+        line counts only if the text ends in a newline.
 
         Args:
-          logit_scale: multiplies the logits (the temperature of `generate` divides them); that
-            of the checkpoint unless given.
+          logit_scale: multiplies the logits (the temperature of `generate` divides them). The
+            default is the one that training found for the checkpoint.
         """
         if self.config.data.get("episodic"):
             raise errors.UsageError(
@@ -200,17 +200,17 @@ class TrainedModel:
         return [self.vocabulary.decode(np.concatenate([begin, ids])) for ids in rows]
 
     def draw(self, sampling: Sampling, prompt: str | None = None) -> Iterator[np.ndarray]:
-        """Ids drawn by each dispatch, [B, at most CHUNK], until there are as many as asked for.
+        """Yields the ids that each dispatch draws, [B, at most CHUNK], `length` in all.
 
-        `prompt` is how the text begins; None draws from the beginning of a line. It compiles for
-        each number of samples, whatever prompt and length.
+        `prompt` is how the text begins; None draws from the beginning of a line. It compiles once
+        for each number of samples; prompt and length do not matter.
         """
         sampling.check()
         ids = np.append(self.vocabulary.eos_id, encode_prompt(self.vocabulary, prompt))
         return self._draw(ids, sampling)
 
     def _draw(self, ids: np.ndarray, sampling: Sampling) -> Iterator[np.ndarray]:
-        """What `draw` gives, which refuses its arguments before the first ids are asked for."""
+        """The generator of `draw`. It is apart so that `draw` checks its arguments at once."""
         total, num_samples = len(ids) + sampling.length, sampling.num_samples
         forced = np.full(total + CHUNK, -1, np.int32)
         forced[: len(ids)] = ids
@@ -234,7 +234,7 @@ class TrainedModel:
                 yield drawn
 
     def gates(self, text: str | bytes) -> GateValues:
-        """What every gate of every layer is as each token of a text is read."""
+        """The value of every gate of every layer after each token of a text."""
         ids = self._encode(text)
         inputs = np.append(self.vocabulary.eos_id, ids)
 
@@ -272,26 +272,26 @@ class TrainedModel:
 
         Args:
           others: models with the same vocabulary.
-          length: the first tokens of the text, at most so many, are shown.
+          length: at most this many tokens from the start of the text are shown.
         """
         from mogrifier_jax.analysis import explore
 
         return explore.make_page([self, *others], text, length=length)
 
     def _windows(self, run: Callable[..., tuple[Any, Any]], length: int) -> Iterator[Any]:
-        """What run(carry, first) -> (found, carry) finds in windows that cover the length."""
+        """Calls run(carry, first) -> (found, carry) window by window; yields what it finds."""
         carry = self._initial_carry(1)
         for first in range(0, length, WINDOW):
             found, carry = run(carry, first)
             yield jax.device_get(found)
 
     def _initial_carry(self, batch_size: int) -> Any:
-        """What texts start from."""
+        """The state before the first token of a text."""
         variables = {"params": self.params}
         return self._place(self.model.apply(variables, batch_size, method="initial_carry"))
 
     def _place(self, tree: Any) -> Any:
-        """Puts arrays where the parameters are, as results will be: or else jit compiles twice."""
+        """Puts arrays where the parameters and all results are, so that jit compiles only once."""
         return jax.device_put(tree, jax.tree.leaves(self.params)[0].sharding)
 
     def _encode(self, text: str | bytes) -> np.ndarray:
@@ -305,7 +305,7 @@ class TrainedModel:
 
 
 def load(workdir: str | os.PathLike, which: checkpoints.Which = "best") -> TrainedModel:
-    """Loads the best or the latest checkpoint of a run, or a file of `save`; no corpus is needed.
+    """Loads the best or the latest checkpoint of a run, or a file of `save`; needs no corpus.
 
     model = mogrifier_jax.load("runs/pydoc")
     model.score("The lambda form creates a function.").bits_per_token
@@ -316,7 +316,7 @@ def load(workdir: str | os.PathLike, which: checkpoints.Which = "best") -> Train
 
 
 def _predict(model, params, window, expected, carry, temperature, *, top):
-    """Predictions after each token of a window [1, T], and the carry."""
+    """The fields of `Predictions` after each token of a window [1, T], and the carry."""
     logits, carry = model.apply({"params": params}, window, carry, temperature, method="logits")
     log_p = jax.nn.log_softmax(logits[0].astype(np.float32))  # [T, V]
     best, ids = jax.lax.top_k(log_p, top)
@@ -326,7 +326,7 @@ def _predict(model, params, window, expected, carry, temperature, *, top):
 
 
 def _advance(model, variables, logits, carry, key, forced, temperature, *, sampling):
-    """CHUNK steps: the tokens [B, CHUNK], and the logits and carry after them."""
+    """Draws or reads CHUNK tokens [B, CHUNK]; also returns the logits and carry after them."""
 
     def body(state, step):
         logits, carry = state
@@ -342,13 +342,13 @@ def _advance(model, variables, logits, carry, key, forced, temperature, *, sampl
 
 
 def _cut(ids: np.ndarray, first: int) -> np.ndarray:
-    """A window [1, WINDOW], filled up with zeros at the end."""
+    """The window [1, WINDOW] of ids from `first` on, filled up with zeros at the end."""
     window = ids[first : first + WINDOW]
     return np.pad(window, (0, WINDOW - len(window)))[None].astype(np.int32)
 
 
 def encode_prompt(vocab: corpora.Vocabulary, prompt: str | None) -> np.ndarray:
-    """The ids of a prompt; one that is empty, or has what the vocabulary lacks, is refused."""
+    """The ids of a prompt; refuses one that is empty or has unknown tokens."""
     if prompt is None:
         return np.zeros(0, np.int32)
     ids = vocab.encode(prompt)
@@ -366,7 +366,7 @@ def encode_prompt(vocab: corpora.Vocabulary, prompt: str | None) -> np.ndarray:
 
 
 def print_samples(workdir: str, sampling: Sampling, prompt: str | None = None) -> None:
-    """`--mode=sample`: one sample streams to the terminal, several follow each other."""
+    """`--mode=sample`: prints one sample as it is drawn, or several one after the other."""
     if not workdir:
         raise errors.UsageError("--workdir is missing; give that of a trained run")
     sampling.check()
@@ -386,9 +386,9 @@ def print_samples(workdir: str, sampling: Sampling, prompt: str | None = None) -
 def pieces(
     vocab: corpora.Vocabulary, begin: np.ndarray, drawn: Iterable[np.ndarray]
 ) -> Iterator[str]:
-    """The text of the first sample, as far as each dispatch brings it."""
-    # The line that is not complete is decoded anew each time: words need the spaces between
-    # them, and bytes may end in mid-character.
+    """The text of the first sample, in the pieces that each dispatch adds."""
+    # An incomplete line is decoded again each time: words need the spaces between them, and
+    # bytes may end in the middle of a character.
     line, shown = begin, 0
     for more in drawn:
         line = np.concatenate([line, more[0]])

@@ -1,11 +1,11 @@
 """What a compiled program will cost: cycles, collectives, memory, seconds.
 
-`analyse` walks the call graph of the optimised program (`hlo.py` reads it): an instruction counts
-as often as the loops around it turn, a conditional as its dearest branch, a fusion by its own
-estimate. The TPU compiler writes `estimated_cycles` on what its cores compute; collectives and
-asynchronous copies carry none, so they are listed with their bytes instead. GPU compilers estimate
-nothing: there, time is the roofline of each kernel, from the counts of `hlo.py`.
-`count_flops` reads a traced function: it needs no compiler.
+`analyse` walks the call graph of the optimised program, which `hlo.py` reads. An instruction counts
+once for each turn of the loops around it. A conditional costs as much as its dearest branch. A
+fusion has an estimate of its own. The TPU compiler writes `estimated_cycles` beside the
+instructions that its cores compute. Collectives and asynchronous copies have no such estimate, so
+they are listed with their bytes. GPU compilers estimate nothing. For GPUs, time is the roofline of
+each kernel, from the counts of `hlo.py`. `count_flops` reads a traced function, without a compiler.
 """
 
 import dataclasses
@@ -42,26 +42,26 @@ class Cost:
     op_name: str
     executions: int
     cycles_each: int | None  # None where the compiler made no estimate.
-    bytes_each: int  # Of the result.
+    bytes_each: int  # The size of the result.
     traffic_each: int  # Bytes read and written.
-    flops_each: int  # Of matmuls; counted in GPU programs only.
+    flops_each: int  # FLOPs of matmuls; counted in GPU programs only.
     single: bool  # Whether those matmuls have float32 operands.
 
     @property
     def cycles(self) -> int:
-        """Cycles of all executions."""
+        """The cycles of all executions together; 0 without an estimate."""
         return self.executions * (self.cycles_each or 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopCost:
-    """A loop: `trips` per entry (None: unknown, counted as one), `cycles` of all its entries."""
+    """A loop and all its turns in one run of the program."""
 
     name: str
     op_name: str
-    trips: int | None
+    trips: int | None  # Turns each time it is entered; None: unknown, counted as one.
     entries: int
-    cycles: int
+    cycles: int  # Of all entries together.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all executions."""
+        """The bytes of all executions together."""
         return self.executions * self.bytes_each
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes each chip sends in all executions when the group forms a ring."""
+        """The bytes that each chip sends in all executions if the group forms a ring."""
         if self.kind == "collective-permute":
             return self.bytes
         rounds = 2 if self.kind == "all-reduce" else 1
@@ -99,22 +99,22 @@ class Analysis:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimates summed; collectives and plain copies are not in it."""
+        """The sum of the compiler's estimates, which leave out collectives and plain copies."""
         return sum(cost.cycles for cost in self.costs)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes written by copies that carry no estimate; most run beside the computation."""
+        """Bytes written by copies without an estimate; most run beside the computation."""
         unestimated = (c for c in self.costs if c.opcode in _COPIES and c.cycles_each is None)
         return sum(c.executions * c.bytes_each for c in unestimated)
 
     @property
     def unknown_loops(self) -> tuple[LoopCost, ...]:
-        """Loops whose trip count depends on data: their cost is a lower bound."""
+        """Loops whose number of turns depends on data, so that their cost is a lower bound."""
         return tuple(loop for loop in self.loops if loop.trips is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Executions and bytes of each kind of collective."""
+        """The executions and bytes of each kind of collective."""
         sums: dict[str, tuple[int, int]] = {}
         for one in self.collectives:
             count, size = sums.get(one.kind, (0, 0))
@@ -123,7 +123,7 @@ class Analysis:
 
 
 def analyse(text: str) -> Analysis:
-    """Costs of the program in `compiled.as_text()`."""
+    """The costs of a program, given its text from `compiled.as_text()`."""
     program = hlo.parse(text)
     unknown = [None] * len(program.entry.parameters)
     walk = _Walk(program)
@@ -132,7 +132,7 @@ def analyse(text: str) -> Analysis:
 
 
 class _Walk:
-    """Gathers costs along the call graph."""
+    """Collects costs along the call graph."""
 
     def __init__(self, program: hlo.Module):
         self.program = program
@@ -141,7 +141,7 @@ class _Walk:
         self.collectives: list[Collective] = []
 
     def computation(self, computation: hlo.Computation, arguments: list, executions: int) -> None:
-        """Adds everything one computation does in `executions` runs."""
+        """Adds the costs of one computation that runs `executions` times."""
         evaluate = hlo.Evaluator(self.program, computation, arguments)
         for i in computation.instructions.values():
             if i.opcode == "while":
@@ -170,7 +170,7 @@ class _Walk:
             self.costs.append(Cost(*row))
 
     def _fusion(self, i: hlo.Instruction, executions: int) -> None:
-        """Collectives inside a fusion; its own estimate covers everything else in it."""
+        """Adds the collectives in a fusion; its own estimate covers everything else in it."""
         inside = _Walk(self.program)
         inside.computation(self._called(i), [], executions)
         self.collectives += inside.collectives
@@ -187,7 +187,7 @@ class _Walk:
             if not hlo.counted(i):
                 self.computation(condition, [constant], inside)
         cycles = sum(cost.cycles for cost in self.costs[before:])
-        # Outer loops stand before the loops inside them.
+        # An outer loop is listed before the loops inside it.
         self.loops.insert(place, LoopCost(i.name, i.op_name, trips, executions, cycles))
 
     def _conditional(self, i: hlo.Instruction, executions: int) -> None:
@@ -212,7 +212,7 @@ def _collective(computation: hlo.Computation, i: hlo.Instruction, executions: in
 
 
 def _group_size(attributes: str) -> int:
-    """Members of a replica group, in any of the three ways XLA writes groups."""
+    """The number of chips in a replica group; XLA writes groups in three ways."""
     found = _GROUPS.search(attributes)
     if not found:
         return 1
@@ -238,12 +238,12 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """What must fit beside the code."""
+        """The bytes that must fit into memory beside the code."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """The compiler's own account of a program's memory."""
+    """The memory of a program, as its compiler reports it."""
     stats: Any = compiled.memory_analysis()
     return Memory(
         arguments=stats.argument_size_in_bytes,
@@ -257,19 +257,19 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 def compute_seconds(analysis: Analysis, chip: targets.Chip) -> float:
     """Time without collectives: the TPU compiler's cycles, or the sum of the kernels' rooflines."""
     if chip.kind == "tpu":
-        # Copies run beside the computation, unless there are so many that it waits for them.
+        # Copies run beside the computation. If there are very many, it waits for them.
         return max(analysis.cycles / chip.clock, analysis.copied_bytes / chip.memory_bandwidth)
     return sum(cost.executions * _roofline(cost, chip) for cost in analysis.costs)
 
 
 def _roofline(cost: Cost, chip: targets.Chip) -> float:
-    """The slower of arithmetic and memory, and the start of the kernel."""
+    """The time of arithmetic or of memory, whichever is longer, plus the start of the kernel."""
     peak = chip.peak_flops / 2 if cost.single else chip.peak_flops  # TF32 runs at half the rate.
     return chip.launch + max(cost.flops_each / peak, cost.traffic_each / chip.memory_bandwidth)
 
 
 def collective_seconds(analysis: Analysis, target: targets.Target) -> float:
-    """Time of all collectives, as rings, one after the other: what overlaps makes it less."""
+    """The time of all collectives as rings, one after the other; an upper bound if some overlap."""
     total = 0.0
     for one in analysis.collectives:
         bandwidth, hops = targets.ring(target, one.group_size)
@@ -284,7 +284,10 @@ _EXHAUSTED = re.compile(
 
 
 def exhausted(message: str) -> int | None:
-    """Bytes a program asked for when its compiler refused it for lack of memory, else None."""
+    """The bytes that a program needs, from the compiler's refusal; 0: unknown.
+
+    It is None if the message is not about memory.
+    """
     if "RESOURCE_EXHAUSTED" not in message:
         return None
     found = _EXHAUSTED.search(message)
@@ -294,7 +297,8 @@ def exhausted(message: str) -> int | None:
 def count_flops(jaxpr: jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr) -> int:
     """Matmul and convolution FLOPs of a traced function, loops and recomputation included.
 
-    The count is exact, and the same on every backend: compilers rewrite matmuls.
+    The count is exact and the same on every backend. Compiled programs would give different
+    counts, because compilers rewrite matmuls.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -307,9 +311,9 @@ def count_flops(jaxpr: jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr) -> i
         elif name == "scan":
             total += params["length"] * sum(inner)
         elif name == "shard_map":
-            total += params["mesh"].size * sum(inner)  # The body is one shard's work.
+            total += params["mesh"].size * sum(inner)  # The body is the work of one shard.
         elif name == "cond" and params.get("branches_platforms"):
-            total += min(inner)  # The same result on each platform; the work it needs anywhere.
+            total += min(inner)  # Each platform has a branch; the least work gives the result.
         elif name == "cond":
             total += max(inner)
         elif name == "while" and any(inner):
@@ -320,7 +324,7 @@ def count_flops(jaxpr: jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr) -> i
 
 
 def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """Every jaxpr held by an equation's parameters."""
+    """Every jaxpr among the parameters of an equation."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
@@ -328,14 +332,14 @@ def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def _dot_general(equation: jax.extend.core.JaxprEqn) -> int:
-    """Twice the products: every output element sums over the contracted axes."""
+    """Two FLOPs for each product: every output element sums over the contracted axes."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     lhs, out = _shape(equation.invars[0]), _shape(equation.outvars[0])
     return 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
 
 
 def _convolution(equation: jax.extend.core.JaxprEqn) -> int:
-    """Twice the output size times the window and its input features."""
+    """Two FLOPs for each product: the output size times the window and its input features."""
     numbers = equation.params["dimension_numbers"]
     kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
     return 2 * math.prod(out) * math.prod(kernel) // kernel[numbers.rhs_spec[0]]

@@ -1,12 +1,12 @@
-"""Does it fit, how fast will it be: the true train step compiled for chips that are not here.
+"""`--mode=preflight`: whether a run fits on chips that are not here, and how fast it will be.
 
     python -m mogrifier_jax.main --mode=preflight --config=experiments/enwik8.py --topology=v5e:2x2
 
-The program is the one that training runs, `log_every` steps in one dispatch, with the shardings
-of `partitioning.py` on the described chips; every number is for one of its steps. The programs of
-the evaluation before each turn are compiled as well: their time is in the hours, and a run fits
-only if they do, beside the state of training. An abstract task stands in for the data, `targets.py`
-knows the chips, `costs.py` counts FLOPs and reads the program.
+It compiles the program that training runs: `log_every` steps in one dispatch, with the shardings of
+`partitioning.py` on the described chips. Every number is for one of these steps. It also compiles
+the programs of the evaluation before each turn. Their time is part of the whole time. A run fits
+only if they fit beside the state of training. An abstract task takes the place of the data.
+`targets.py` describes the chips. `costs.py` counts FLOPs and reads the program.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from mogrifier_jax.preflight import costs, targets
 from mogrifier_jax.training import evaluate, progress, runs, workdirs
 
 _GIB = 1024**3
-_SAVING = 1e9  # Bytes a second that a host writes of a checkpoint: a round figure.
+_SAVING = 1e9  # Bytes of a checkpoint that a host writes in a second: a round figure.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,46 +43,46 @@ class Report:
     model: int
     batch_size: int
     window: int
-    turns: int  # Of the whole schedule,
-    steps: int  # and all their steps.
+    turns: int  # In the whole schedule.
+    steps: int  # In the whole schedule.
     dtype: str
     vocab_size: int
     parameters: int
-    flops: int  # Matmuls of a step, all chips together.
+    flops: int  # Of the matmuls of a step, all chips together.
     fits: bool
-    memory: int  # What the chip has for a program.
-    needed: int  # 0 if the compiler refused without saying how much.
-    bytes: dict[str, int]  # Of training by kind; empty if the compiler refused.
-    evaluation_needed: int = 0  # While a turn is evaluated, the state of training beside it.
-    evaluation_seconds: float = math.nan  # Of one turn, search of the temperature included.
-    saving_seconds: float = math.nan  # Of one checkpoint.
+    memory: int  # Bytes that a chip has for a program.
+    needed: int  # Bytes of training; 0 if the compiler refused without saying how much.
+    bytes: dict[str, int]  # Of training, by kind; empty if the compiler refused.
+    evaluation_needed: int = 0  # Bytes of an evaluation, with the state of training beside it.
+    evaluation_seconds: float = math.nan  # For one turn, with the search of the temperature.
+    saving_seconds: float = math.nan  # For one checkpoint.
     compute_seconds: float = math.nan
     collective_seconds: float = math.nan
     collectives: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     time_from: str = ""
     kernels: float = math.nan  # Started in a step on each GPU.
-    peak_share: float = math.nan  # Of the chips' bfloat16 peak.
+    peak_share: float = math.nan  # FLOPs per second, as a share of the chips' bfloat16 peak.
     compile_seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """Of a step, if no collective runs beside the computation."""
+        """The time of a step if no collective runs beside the computation."""
         return self.compute_seconds + self.collective_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all chips."""
+        """Tokens that all chips together train on in a second."""
         return self.batch_size * self.window / self.seconds
 
     @property
     def days(self) -> float:
-        """Of the whole schedule with its evaluations and checkpoints."""
+        """The time of the whole schedule, with its evaluations and checkpoints."""
         between = self.turns * (self.evaluation_seconds + self.saving_seconds)
         return (self.steps * self.seconds + between) / 86_400
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: fields and what follows from them; what is unknown is None."""
+        """The fields and the properties above as plain values; None where a number is unknown."""
         derived = ("seconds", "tokens_per_second", "days")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
         unknown = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
@@ -96,7 +96,10 @@ def run(
     search: bool = False,
     json_path: str | None = None,
 ) -> list[Report]:
-    """Prints the report of a config on a topology, or of all its splits, the best one first."""
+    """Prints the report of a config on a topology.
+
+    With `search` it tries all splits of the chips, reports the best and lists the others.
+    """
     target = targets.parse(topology)
     reports = examine_splits(config, target) if search else [examine(config, target)]
     print(describe(reports[0]))
@@ -108,7 +111,7 @@ def run(
 
 
 def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
-    """Compiles the train step of a config for a target and reads what it will cost."""
+    """Compiles the train step of a config for a target and estimates its costs."""
     mesh = targets.mesh(target, config.mesh.data, config.mesh.model)
     task = tasks.make_abstract_task(config.data, mesh)
     made = runs.make_run(config, mesh, task)
@@ -178,28 +181,28 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
 
 
 def _kernels(analysis: costs.Analysis, target: targets.Target) -> float:
-    """Kernels that one run of a program starts; TPUs have none."""
+    """How many kernels one run of a program starts; NaN for TPUs, which have none."""
     started = sum(cost.executions for cost in analysis.costs)
     return started if target.chip.kind == "gpu" else math.nan
 
 
 class _Evaluation(NamedTuple):
-    """Bytes of a chip and seconds of a turn."""
+    """The costs of the evaluation before a turn."""
 
-    needed: int
+    needed: int  # Bytes on each chip.
     seconds: float
 
 
 def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) -> _Evaluation:
-    """What the evaluation before a turn costs, as `evaluate.TurnEvaluation` runs it.
+    """The costs of the evaluation before a turn, as `evaluate.TurnEvaluation` runs it.
 
-    The training data is scored by the program of the search, at one temperature; counted is its
-    time at all of them, which is more.
+    The program of the temperature search also scores training data, at one temperature. Its time
+    at all temperatures is counted, which is too much.
     """
     settings, task, window = made.config.evaluation, made.task, made.config.data.window
     if tasks.kind_of(made.config.data).encoder_decoder:
         return _Evaluation(held, 0.0)
-    # As in training, the stripes are those of one group of a batch.
+    # A batch is split into groups that are accumulated. The stripes are those of one group.
     batch_size = made.batch_size // made.program.accumulate
     searched = max(1, settings.temperature_tokens // batch_size // window)
     passes = 0 if settings.softmax_temperature else len(evaluate.TEMPERATURES) // evaluate.AT_ONCE
@@ -217,7 +220,7 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
             carry = jax.eval_shape(lambda plan=plan: made.model.zero_carry(plan.batch_size))
             carry = partitioning.with_shardings({"carry": carry}, made.mesh)["carry"]
         chunk = min(16, plan.num_windows)
-        # The number of windows is no argument here: loops of known length can be counted.
+        # The number of windows is a constant here, so that the turns of the loop can be counted.
         run = functools.partial(
             evaluate.score_windows,
             count=chunk,
@@ -233,13 +236,13 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
         each = costs.compute_seconds(analysis, target.chip)
         each += costs.collective_seconds(analysis, target)
         seconds += windows * each / chunk
-        # Weights may be averages, a copy beside those of training.
+        # The weights may be averages, which are beside those of training.
         needed = max(needed, held + memory.peak + memory.code)
     return _Evaluation(needed, seconds)
 
 
 def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> list[Report]:
-    """Reports of all splits that the config allows, best first: what fits, then what is fast."""
+    """The reports of all splits that the config allows: those that fit first, then by speed."""
     reports, refusals = [], []
     splits = targets.splits(target)
     for number, (data_size, model_size) in enumerate(splits, start=1):
@@ -260,7 +263,7 @@ def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> li
 
 
 def _bytes_by_kind(state: Any, stream: Any, memory: costs.Memory) -> dict[str, int]:
-    """What lies on each chip while training runs."""
+    """The bytes on each chip while training runs, by kind."""
     kinds = {
         "weights": state.params,
         "optimizer": state.opt_state,
@@ -278,7 +281,7 @@ def _bytes_by_kind(state: Any, stream: Any, memory: costs.Memory) -> dict[str, i
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes of the arrays of an abstract tree on each chip, without padding."""
+    """The bytes that the arrays of an abstract tree have on each chip, without padding."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -289,7 +292,7 @@ def shard_bytes(tree: Any) -> int:
 
 
 def describe(report: Report) -> str:
-    """A report for people."""
+    """The report as a table for the terminal."""
     verdict = "fits" if report.fits else "DOES NOT FIT"
     asked = _size(report.needed) if report.needed else "more"
     sections: dict[str, list[tuple[str, Any]]] = {
@@ -329,7 +332,7 @@ def describe(report: Report) -> str:
 
 
 def compare(reports: list[Report]) -> str:
-    """One line for each split."""
+    """A list with one line for each split."""
     return "\n".join(["splits of the chips, best first:", *(f"  {_row(r)}" for r in reports)])
 
 
@@ -346,7 +349,7 @@ def _size(count: float) -> str:
 
 
 def write_json(path: str, reports: list[Report]) -> None:
-    """All reports with the date and the versions that made them."""
+    """Writes all reports to a file, with the date and the versions of JAX and the compilers."""
     names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
     found = {dist.metadata["Name"].lower() for dist in importlib.metadata.distributions()}
     content = {

@@ -1,9 +1,9 @@
-"""Chips and the ways they are wired: what a name such as `v5e:4x4` or `h100:8` stands for.
+"""Chips and how they are connected: the meaning of a name such as `v5e:4x4` or `h100:8`.
 
-`parse` reads the name, `describe` asks the vendor's compiler for that topology (no chip is
-needed), `mesh` lays ("data", "model") over it. Peaks and bandwidths of memory are published ones,
-memory of TPUs is what their compiler leaves to a program; bandwidths of links and networks,
-latencies and launch times are round figures. `costs.py` turns programs into costs.
+`parse` reads the name. `describe` asks the vendor's compiler for that topology, which needs no
+chip. `mesh` makes a ("data", "model") mesh of its chips. Peaks and memory bandwidths are published
+numbers. The memory of a TPU is what its compiler leaves to a program. Bandwidths of links and
+networks, latencies and launch times are round figures. `costs.py` estimates costs with them.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ class Chip:
 
     generation: str
     kind: str  # "tpu" or "gpu".
-    memory: int  # Bytes a program can use.
+    memory: int  # Bytes that a program can use.
     peak_flops: float  # Dense bfloat16.
     memory_bandwidth: float
     link_bandwidth: float  # TPU: along one axis of the torus, both ways round; GPU: NVLink or PCIe.
     link_latency: float  # Seconds for one hop.
-    clock: float  # Of the cycles in the compiler's estimates.
+    clock: float  # Cycles per second, in the sense of the compiler's estimates.
     launch: float = 0.0  # Seconds to start a kernel.
     network_bandwidth: float = 0.0  # GPU: to other hosts.
     torus: int = 0  # TPU: axes of the torus.
@@ -41,8 +41,9 @@ class Chip:
 
 
 # Memory in GiB, TFLOP/s, operations a cycle, GB/s of memory and of one torus axis, axes, side of a
-# ring. Operations a cycle are the power of two above the best that the compiler's estimate of a
-# large matmul reaches; with the peak they give a clock. v4 and v5p have two cores that act as one.
+# ring. The compiler's estimate of a large matmul reaches some number of operations a cycle. The
+# table has the power of two above it. The peak divided by this number gives the clock. v4 and v5p
+# have two cores that act as one.
 _TPUS = {
     "v4": (30.75, 275, 2**18, 1200, 90, 3, 4),
     "v5e": (15.75, 197, 2**17, 819, 90, 2, 16),
@@ -97,8 +98,8 @@ _CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _LARGEST = {"v4": 4096, "v5p": 6144}
 _GPUS_PER_HOST = 8
 
-# What the CUDA compiler asks of a device: compute capability, streaming multiprocessors, FP32 units
-# and resident threads of each, shared memory of each and of one block, L2 cache, device name.
+# What the CUDA compiler must know of a device: compute capability, streaming multiprocessors, FP32
+# units and resident threads of each, shared memory of each and of one block, L2 cache, device name.
 _CUDA = {
     "a100": ((8, 0), 108, 64, 2048, 167_936, 166_912, 41_943_040, "NVIDIA A100-SXM4-40GB"),
     "a100-80g": ((8, 0), 108, 64, 2048, 167_936, 166_912, 41_943_040, "NVIDIA A100-SXM4-80GB"),
@@ -116,12 +117,12 @@ class Target:
 
     @property
     def num_chips(self) -> int:
-        """Chips in all; each is one device."""
+        """The number of chips; each is one device."""
         return math.prod(self.shape)
 
     @property
     def name(self) -> str:
-        """The name `parse` reads."""
+        """The name that `parse` reads."""
         if self.chip.kind == "gpu":
             return f"{self.chip.generation}:{self.num_chips}"
         return f"{self.chip.generation}:{'x'.join(map(str, self.shape))}"
@@ -149,7 +150,7 @@ def parse(name: str) -> Target:
 
 
 def _hosts(name: str, sides: tuple[int, ...]) -> tuple[int, int]:
-    """GPUs as (hosts, GPUs of each)."""
+    """Splits a number of GPUs into (hosts, GPUs of each host)."""
     count = sides[0] if len(sides) == 1 else 0
     if count < 1 or (count > _GPUS_PER_HOST and count % _GPUS_PER_HOST):
         raise errors.UsageError(
@@ -160,7 +161,7 @@ def _hosts(name: str, sides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _whole_cubes(chip: Chip, sides: tuple[int, ...]) -> bool:
-    """Larger 3-D slices are built from 4x4x4 cubes."""
+    """Whether the sides are of a larger 3-D slice, which is built from 4x4x4 cubes."""
     whole = len(sides) == 3 and all(side > 0 and side % 4 == 0 for side in sides)
     return chip.torus == 3 and whole and math.prod(sides) <= _LARGEST[chip.generation]
 
@@ -175,8 +176,9 @@ def _known(chip: Chip) -> str:
 
 
 def describe(target: Target) -> topologies.TopologyDescription:
-    """The topology as its compiler knows it. No accelerator is touched, not even a present one."""
-    # As JAX's own backend, either compiler would look for hardware. Beside a CPU it does not.
+    """The topology from the vendor's compiler. It uses no accelerator, even if there is one."""
+    # If JAX used its own backend, either compiler would look for hardware. With the CPU backend
+    # it does not.
     jax.config.update("jax_platforms", "cpu")
     topology = _describe_tpu(target) if target.chip.kind == "tpu" else _describe_gpu(target)
     if len(topology.devices) != target.num_chips:
@@ -193,7 +195,7 @@ def _describe_tpu(target: Target) -> topologies.TopologyDescription:
             "run `pip install .[tpu]` (no TPU is needed)"
         )
     # The library reads these as it loads. They keep it from asking the cloud where it runs, from
-    # complaining, and from refusing to share this host: it will touch no chip.
+    # warnings, and from refusing to share this host. It will use no chip.
     for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
@@ -223,7 +225,7 @@ def _describe_gpu(target: Target) -> topologies.TopologyDescription:
 
 
 def _textproto(chip: Chip) -> str:
-    """A GPU in the words of XLA's GpuTargetConfigProto."""
+    """A GPU as the text of XLA's GpuTargetConfigProto."""
     capability, cores, units, threads, shared, shared_block, cache, name = _CUDA[chip.generation]
     device = {
         "core_count": cores,
@@ -258,9 +260,9 @@ device_description_str: "{name}"
 
 
 def mesh(target: Target, data: int, model: int) -> jax.sharding.Mesh:
-    """A ("data", "model") mesh over the described chips, neighbours in the torus kept together.
+    """A ("data", "model") mesh of the described chips; neighbours in the torus stay together.
 
-    -1 takes what the other axis leaves.
+    An axis of -1 gets all chips that the other axis leaves.
     """
     shape = partitioning.mesh_shape(data, model, target.num_chips)
     devices = _devices(target)
@@ -271,20 +273,20 @@ def mesh(target: Target, data: int, model: int) -> jax.sharding.Mesh:
 
 @functools.cache
 def _devices(target: Target) -> list[Any]:
-    """Described once: two descriptions of a target have devices that do not mix."""
+    """The chips of a target, described once: devices of two descriptions do not mix."""
     return list(describe(target).devices)
 
 
 def splits(target: Target) -> list[tuple[int, int]]:
-    """All (data, model) sizes that cover the chips, most data-parallel first."""
+    """All sizes (data, model) that use every chip, the largest data axis first."""
     chips = target.num_chips
     return [(chips // model, model) for model in range(1, chips + 1) if chips % model == 0]
 
 
 def ring(target: Target, group: int) -> tuple[float, int]:
-    """Bytes per second and hops of a ring collective among `group` chips.
+    """The bytes per second and the hops of a ring collective among `group` chips.
 
-    On a torus a group larger than a side spans several axes and uses the links of all of them; a
+    On a torus, a group larger than a side spans several axes and uses the links of all of them. A
     side that does not close into a ring has half the bandwidth. GPUs of two hosts use the network.
     """
     chip = target.chip

@@ -1,1 +1,1 @@
-"""Studies: which settings are tried, by whom, and what came out."""
+"""Studies: which settings are tried, the workers that try them, and the report."""

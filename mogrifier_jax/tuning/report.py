@@ -1,9 +1,10 @@
-"""What a study has found: tables, the best settings as an experiment file, pictures.
+"""The report of a study: tables, the best settings as an experiment file, pictures.
 
-trials.csv                every trial with its settings, value or reason
+trials.csv                every trial with its settings and its value, or why it has none
 report.md                 the best trials, and how much each setting matters around the best
 best.py                   the best trial as an experiment, ready for --config
-parallel_coordinates.png  and learning_curves.png, drawn below
+parallel_coordinates.png  the settings and the value of every trial
+learning_curves.png       the validation cross-entropy of every trial
 """
 
 import collections
@@ -24,21 +25,21 @@ from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.training import metrics, progress, workdirs
 from mogrifier_jax.tuning import studies, trials
 
-WINDOW = 0.15  # Of a setting's range, around the best.
+WINDOW = 0.15  # The width of the window around the best value, as a share of the range.
 SHOWN = 20  # Trials in the Markdown table.
 NOTES = ("hidden_size", "num_params", "best_turn", "temperature", "test_nats", "folder", "reason")
 
 
 class Neighbourhood(NamedTuple):
-    """The trials left when one setting is held near its best value."""
+    """The trials whose value of one setting is near the best trial's."""
 
     name: str
     best: float
     low: float
     high: float
-    others: int  # Beside the best trial itself.
-    nearest: float | None  # The best value among them,
-    median: float | None  # and the middle one.
+    others: int  # The number of such trials, without the best trial itself.
+    nearest: float | None  # The best score among them.
+    median: float | None  # The median of their scores.
 
 
 def write(
@@ -50,7 +51,7 @@ def write(
     unit: str,
     config: config_dict.ConfigDict | None = None,
 ) -> str:
-    """Writes all files into the workdir and returns the Markdown."""
+    """Writes all files of the report into the workdir and returns the Markdown."""
     folder = pathlib.Path(workdir)
     workdirs.replace_text(folder / "trials.csv", to_csv(known, studied))
     complete = complete_trials(known)
@@ -69,12 +70,12 @@ def write(
 
 
 def complete_trials(known: Sequence[trials.Record]) -> list[trials.Record]:
-    """Those with a value, the best first."""
+    """The trials that have a value, the best one first."""
     return sorted((t for t in known if t.outcome == "complete"), key=lambda t: t.nats)
 
 
 def to_csv(known: Sequence[trials.Record], studied: studies.Study) -> str:
-    """All trials, in their order."""
+    """The content of trials.csv, in the order of the trials."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["number", "outcome", "valid_nats", "seconds", *studied.ranges, *NOTES])
@@ -90,7 +91,7 @@ def to_csv(known: Sequence[trials.Record], studied: studies.Study) -> str:
 def to_markdown(
     name: str, known: Sequence[trials.Record], studied: studies.Study, unit: str
 ) -> str:
-    """The report for people."""
+    """The content of report.md."""
     complete = complete_trials(known)
     counts = collections.Counter(trial.outcome for trial in known)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -112,8 +113,8 @@ def to_markdown(
             rows.append([t.number, f"{t.nats:.4f}", metrics.number(t.nats, unit), *settings])
         lines += [scoring.markdown_table(header, rows), "", "## Around the best", ""]
         lines += [
-            f"Each setting in turn is held within {WINDOW:.0%} of its range around its best value; "
-            "the trials left beside the best one are compared with it, in nats.",
+            f"Each setting in turn is held within {WINDOW:.0%} of its range around its best value. "
+            "The other trials in that window are compared with the best one, in nats.",
             "",
         ]
         rows = [
@@ -140,12 +141,12 @@ def to_markdown(
 def neighbourhoods(
     complete: Sequence[trials.Record], studied: studies.Study
 ) -> list[Neighbourhood]:
-    """How good the trials are that share one setting with the best, for each setting."""
+    """For each setting, the scores of the trials that are near the best in this setting."""
     best, others = complete[0], complete[1:]
     found = []
     for name, limits in studied.ranges.items():
         value = best.params[name]
-        # The window keeps its width when the best lies at an end of the range.
+        # The window keeps its width when the best value is at an end of the range.
         start = min(max(limits.place(value) - WINDOW / 2, 0.0), 1 - WINDOW)
         low, high = limits.at(start), limits.at(start + WINDOW)
         inside = [t.nats for t in others if low <= t.params[name] <= high]
@@ -162,9 +163,9 @@ def experiment_source(
     config: config_dict.ConfigDict,
     unit: str,
 ) -> str:
-    """A Python file whose get_config is the config of a trial."""
+    """The source of a Python file whose `get_config` returns the config of a trial."""
     tried = studies.configure(studied, config, best.params)
-    # The name is a user's: nothing in it may end the docstring.
+    # A user has chosen the name. Nothing in it may end the docstring.
     title = name.encode("unicode_escape").decode().replace('"', "'")
     lines = [
         f'"""The best trial of the study {title}: {show(best.nats, unit)} on validation.',
@@ -205,7 +206,7 @@ def describe(
     folder: pathlib.Path,
     unit: str,
 ) -> str:
-    """The table at the end."""
+    """The table that is shown when the study ends."""
     sections: dict[str, list[tuple[str, Any]]] = {"study": [("name", name), ("trials", len(known))]}
     complete = complete_trials(known)
     if complete:
@@ -221,7 +222,7 @@ def describe(
 
 
 def show(nats: float, unit: str) -> str:
-    """Nats, and the unit that people read."""
+    """A score in nats, and in the unit that people read."""
     return f"{nats:.4f} nats ({metrics.show(nats, unit)})"
 
 
@@ -233,14 +234,14 @@ def _line(text: str) -> str:
     return text.replace("\n", " ").replace("|", "\\|")
 
 
-NEAR = 0.15  # A trial is near the best if no setting is further away than this share of its range.
-AT_LEAST = 3  # So many count as near in any case: those with the smallest mean over all settings.
+NEAR = 0.15  # A trial is near the best if every setting is within this share of its range.
+AT_LEAST = 3  # At least this many count as near: those with the smallest mean distance.
 
 
 def parallel_coordinates(
     folder: pathlib.Path, complete: Sequence[trials.Record], studied: studies.Study, *, unit: str
 ) -> pathlib.Path | None:
-    """One line for each trial; trials with settings near those of the first, the best, are red."""
+    """Draws a line for each trial; trials with settings near the best trial's are red."""
     from matplotlib import figure
 
     if len(complete) < 2:
@@ -296,7 +297,7 @@ def parallel_coordinates(
 def learning_curves(
     folder: pathlib.Path, known: Sequence[trials.Record], *, unit: str
 ) -> pathlib.Path | None:
-    """Validation cross-entropy over steps, of all trials whose folder is here."""
+    """Draws validation cross-entropy over steps, for all trials whose folder is here."""
     from matplotlib import figure
 
     curves = []

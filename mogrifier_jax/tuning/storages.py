@@ -1,8 +1,9 @@
 """Where the trials of a study are kept: Optuna's storages, or a Vizier service.
 
 A storage of Optuna is an SQLAlchemy URL, such as sqlite:///study.db or that of a PostgreSQL server,
-or the path of a journal file on a disk that all workers see. `trials.py` hands out its trials.
-`vizier.py` has those of a service. A storage that lost trials is refused, not begun anew.
+or the path of a journal file on a disk that all workers see. `trials.py` hands out the trials of
+such a storage, and `vizier.py` those of a service. A storage that lost trials is refused. The study
+does not start again from nothing.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ _COPY = "put it back from a copy, or use another --storage and --workdir for a n
 
 
 def make_pruner(turns: int) -> optuna.pruners.BasePruner:
-    """The median rule, after the first tenth of the turns."""
+    """Stops trials that are worse than the median, after the first tenth of the turns."""
     return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=max(1, turns // 10))
 
 
 def check_sampler(name: str) -> None:
-    """Refuses a sampler that is not known, or lacks a package."""
+    """Refuses a sampler that is unknown, or whose package is not installed."""
     if name not in SAMPLERS:
         raise errors.UsageError(f"--sampler={name} is unknown; use {', '.join(SAMPLERS)}")
     if name == "gp" and importlib.util.find_spec("torch") is None:
@@ -57,13 +58,19 @@ def open_queue(
     prune: int | None = None,
     **about: Any,
 ) -> Any:
-    """The trials of a study in its storage; `prune` is the number of turns, None is never."""
+    """Opens the queue of a study's trials.
+
+    Args:
+      prune: the number of turns of a trial, for the pruner; None: no trial is pruned.
+      about: plain values that must be the same in all workers.
+    """
     about = {"study": study.to_json(), **about}
     began = _check_workdir(workdir, name)
     workdirs.check_place(workdir)
     os.makedirs(workdir, exist_ok=True)
     storage = storage or default(workdir)
-    # Before the storage is asked: trials that others begin meanwhile are in the storage first.
+    # Folders are listed before the storage is read. Another worker that begins a trial in between
+    # adds it to the storage first, so its folder is never taken for a lost trial.
     folders = _trial_folders(workdir)
     queue: Any
     if storage.startswith("vizier://"):
@@ -91,7 +98,7 @@ def open_queue(
 
 
 def _forgotten(storage: str, what: str) -> errors.UsageError:
-    """What to say when a storage was emptied, deleted or is another one than before."""
+    """The error when a storage was emptied, deleted or replaced by another one."""
     return errors.UsageError(
         f"--storage={hide_password(storage)} knows nothing of {what}: put the storage back from a "
         "copy, or use another --workdir for a new study"
@@ -99,13 +106,13 @@ def _forgotten(storage: str, what: str) -> errors.UsageError:
 
 
 def _trial_folders(workdir: str) -> set[str]:
-    """Of the trials that were run in a workdir, below it."""
+    """The folders of the trials that were run in a workdir, as paths below it."""
     found = (pathlib.Path(workdir) / "trials").glob("*/config.json")
     return {f"trials/{path.parent.name}" for path in found if path.parent.name.isdecimal()}
 
 
 def _check_workdir(workdir: str, name: str) -> bool:
-    """Whether the study was begun there; refuses the workdir of another one."""
+    """Whether the study was begun in this workdir; refuses the workdir of another study."""
     path = pathlib.Path(workdir) / "study.json"
     began = path.exists()
     if began:
@@ -128,12 +135,12 @@ def open_study(
     pruner: optuna.pruners.BasePruner | None = None,
     known: str | None = None,
 ) -> optuna.Study:
-    """Creates the study in a storage or opens it; that of another config is refused.
+    """Opens the study in a storage, or creates it; refuses a study of another config.
 
     Args:
       storage: an SQLAlchemy URL, or the path of a journal file.
       about: plain values that must be the same in all workers.
-      known: what a study that must be there is called; None: it may be new.
+      known: how messages name a study that must exist already; None: it may be new.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = _reach(
@@ -163,7 +170,7 @@ def open_study(
 
 
 def default(workdir: str) -> str:
-    """The storage of a study that is all in one workdir."""
+    """The storage that is used unless another is given: an SQLite file in the workdir."""
     return f"sqlite:///{pathlib.Path(workdir).absolute() / 'study.db'}"
 
 
@@ -174,18 +181,18 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
             raise errors.UsageError(f"--storage={storage}: there is no folder {folder}; create it")
         return _open_journal(storage)
     if hide_password(storage).startswith("("):
-        raise sqlalchemy.exc.ArgumentError("it is not an URL")
+        raise sqlalchemy.exc.ArgumentError("it is not a URL")
     wait = {"timeout": 60} if storage.startswith("sqlite") else {}
     options = {"connect_args": wait, "pool_pre_ping": True}
     return optuna.storages.RDBStorage(storage, engine_kwargs=options)
 
 
 def _open_journal(path: str) -> optuna.storages.JournalStorage:
-    """A journal, mended where nothing is lost by it; one with other damage is refused."""
+    """Opens a journal; repairs it where nothing is lost, and refuses other damage."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise errors.UsageError(f"--storage={path} is not a file; give a journal, or an URL")
+        raise errors.UsageError(f"--storage={path} is not a file; give a journal, or a URL")
     backend, lock = journal.JournalFileBackend(path), journal.JournalFileSymlinkLock(path)
-    lock.acquire()  # Nobody is in the middle of a line now.
+    lock.acquire()  # No other worker is in the middle of a line now.
     try:
         _mend_journal(path)
     finally:
@@ -198,7 +205,7 @@ def _open_journal(path: str) -> optuna.storages.JournalStorage:
 
 
 def _mend_journal(path: str) -> None:
-    """Ends the last line, or cuts off the half of one that a kill or a full disk left."""
+    """Ends the last line, or cuts off half a line that a kill or a full disk left."""
     *lines, last = pathlib.Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not _is_entry(line):
@@ -209,7 +216,7 @@ def _mend_journal(path: str) -> None:
     elif last:
         shutil.copyfile(path, f"{path}.damaged")
         os.truncate(path, sum(len(line) + 1 for line in lines))
-        logging.warning("%s ended in half a line, which is cut off; %s.damaged has it", path, path)
+        logging.warning("%s ended in half a line; it is cut off, %s.damaged keeps it", path, path)
 
 
 def _is_entry(line: bytes) -> bool:
@@ -221,7 +228,7 @@ def _is_entry(line: bytes) -> bool:
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """What goes wrong with a storage while trials run becomes one sentence."""
+    """Turns errors of a storage while trials run into one sentence."""
     try:
         yield
     except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
@@ -237,7 +244,7 @@ def sentences() -> Iterator[None]:
 
 
 def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
-    """Opens a storage; what is wrong with it becomes one sentence."""
+    """Opens a storage, with several attempts; turns its errors into one sentence."""
     for patience in (0.5, 1.0, 2.0, 0.0):
         try:
             with _one_at_a_time(storage):
@@ -247,8 +254,8 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
             break
         except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
             problem = str(error.orig or error).strip().splitlines()[0]
-        except sqlalchemy.exc.ArgumentError:  # Its text holds the URL, perhaps with a password.
-            problem = "it is not an URL"
+        except sqlalchemy.exc.ArgumentError:  # Its text has the URL, perhaps with a password.
+            problem = "it is not a URL"
             break
         except sqlalchemy.exc.SQLAlchemyError as error:
             problem = str(error).splitlines()[0]
@@ -256,28 +263,28 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
         except (OSError, RuntimeError, optuna.exceptions.OptunaError) as error:
             problem = str(error).strip().splitlines()[0]
             break
-        # Two workers that make the tables of a new storage may be in each other's way.
+        # Two workers that create the tables of a new storage may disturb each other.
         time.sleep(patience)
     raise errors.UsageError(
         f"--storage={hide_password(storage)} cannot be reached: {problem}; put a damaged one back "
-        "from a copy, or give a journal file, or an URL such as sqlite:///study.db or "
+        "from a copy, or give a journal file, or a URL such as sqlite:///study.db or "
         "postgresql+psycopg://user:password@host/database"
     )
 
 
 def hide_password(storage: str) -> str:
-    """A storage as it may be shown: a file, or an URL without what may be secret."""
+    """A storage as messages may show it: a file, or a URL without its secrets."""
     if ":" not in storage:
         return storage
     try:
         url = sqlalchemy.engine.make_url(storage)
     except (sqlalchemy.exc.ArgumentError, ValueError):
-        return "(an URL that cannot be read)"
+        return "(a URL that cannot be read)"
     if url.drivername.startswith("sqlite"):
         return storage.partition("?")[0]
     if "@" in (url.host or ""):
-        return "(an URL whose password has an @; write it as %40)"
-    # What is after the question mark may hold a password too, under many names.
+        return "(a URL whose password has an @; write it as %40)"
+    # The part after the question mark may have a password too, under many names.
     shown = url.set(query={}).render_as_string(hide_password=True)
     return shown + "?..." * bool(url.query)
 

@@ -1,13 +1,13 @@
 """Studies: which settings are tuned, and between what limits.
 
-The studies of the paper's Appendix A come with the package (`paper_results.json`); others are
-read from JSON files of the same form:
+The studies of the paper's Appendix A are part of the package
+(`evaluation/paper_results.json`). Other studies are JSON files of the same form:
 
     {"optimizer.learning_rate": {"low": 1e-3, "high": 4e-3, "scale": "log"},
      "model.rounds": {"low": 0, "high": 6, "scale": "integer"}}
 
-Names are keys of the config. A rank of zero or less is full rank, and the hidden size is solved
-from the budget in each trial unless the config sets it. `worker.py` runs them.
+Names are keys of the config. A rank of zero or less is full rank. The hidden size is solved from
+the budget in each trial, unless the config sets it. `worker.py` runs the trials.
 """
 
 import copy
@@ -26,12 +26,12 @@ from mogrifier_jax.nn import models
 from mogrifier_jax.training import workdirs
 
 SCALES = ("linear", "log", "integer")
-# Traced numbers: trials that differ in nothing else run in the same program.
+# Inputs of the compiled program: trials that differ only in these share a program.
 TRACED = ["optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"]
 TRACED += [f"dropout.{name}" for name in models.Dropout._fields]
 UNTUNED = ("seed", "log_every", "mesh.data", "mesh.model")
 LSTM: dict[str, Any] = {"model.rounds": 0, "model.rank": 0}
-# By name: the ranges in paper_results.json, and what is set rather than tuned.
+# By name of the study: its ranges in paper_results.json, and the settings that are not tuned.
 PAPER: dict[str, tuple[str, dict[str, Any]]] = {
     "appendix_a": ("all_but_enwik8", {}),
     "appendix_a_lstm": ("all_but_enwik8", LSTM),
@@ -53,14 +53,14 @@ class Range(NamedTuple):
     scale: str = "linear"
 
     def place(self, value: float) -> float:
-        """Where a value lies, 0 at the low end and 1 at the high one."""
+        """Where a value is in the range: 0 at the low end, 1 at the high end."""
         low, high = self.low, self.high
         if self.scale == "log":
             low, high, value = math.log(low), math.log(high), math.log(value)
         return (value - low) / (high - low)
 
     def at(self, place: float) -> float:
-        """The inverse of `place`."""
+        """The value at a place between 0 and 1: the inverse of `place`."""
         if self.scale == "log":
             return self.low * (self.high / self.low) ** place
         return self.low + place * (self.high - self.low)
@@ -86,13 +86,13 @@ class Study:
         return tuple(name for name in self.ranges if name not in traced)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for the record."""
+        """The study as plain values, which the storage keeps."""
         ranges = {name: list(limits) for name, limits in self.ranges.items()}
         return {"name": self.name, "ranges": ranges, "fixed": dict(self.fixed)}
 
 
 def load(name: str) -> Study:
-    """A study of the paper, or that of a JSON file."""
+    """The study of the paper with this name, or the study in a JSON file."""
     if name in PAPER:
         table, fixed = PAPER[name]
         published = configs.paper_numbers()["tuning_ranges"][table]
@@ -112,7 +112,7 @@ def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def parse_ranges(study: str, content: Any) -> dict[str, Range]:
-    """Reads ranges; those that hold nothing are refused."""
+    """Reads the ranges of a study; refuses ranges that are empty or malformed."""
     if not isinstance(content, dict) or not content:
         raise errors.UsageError(
             f"study {study} has no ranges; give at least one, as "
@@ -144,7 +144,7 @@ def _parse_range(study: str, name: str, limits: Any) -> Range:
 
 
 def check(study: Study) -> None:
-    """Refuses a study whose settings a config does not have, or which cannot be tuned."""
+    """Refuses a study with settings that a config lacks, or that cannot be tuned."""
     known = configs.keys()
     for name in (*study.ranges, *study.fixed):
         if name not in known:
@@ -172,7 +172,7 @@ def check(study: Study) -> None:
 def configure(
     study: Study, config: config_dict.ConfigDict, params: Mapping[str, float]
 ) -> config_dict.ConfigDict:
-    """The config of a trial."""
+    """The config of a trial: that of the experiment with the trial's values set."""
     tried = copy.deepcopy(config)  # A deep copy keeps the types of absent values.
     with tried.unlocked():
         for name, value in {**study.fixed, **params}.items():
@@ -183,10 +183,10 @@ def configure(
 
 
 def describe_differences(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    """Lines on how what a storage says about its study is not what is asked for."""
+    """Lists what differs between the study in a storage and the one that is asked for."""
 
     def fill(about):
-        """A study of an earlier version lacks keys of today's configs."""
+        """Adds today's default of each key that a study of an earlier version lacks."""
         return {**about, "config": configs.base(about["config"])} if "config" in about else about
 
     return "".join(

@@ -1,10 +1,11 @@
 """The trials of a study in a storage that any number of workers share: ask, report, finish.
 
-Optuna keeps the trials and suggests; what is here makes sure that none is lost. A worker tells
-every few seconds that it is alive. A trial whose worker is dead is failed by one of the others,
-and goes on as a new trial in the same folder, from its last checkpoint.
+Optuna keeps the trials and suggests new ones. This module makes sure that no trial is lost. Every
+worker notes every few seconds that it is alive. If a worker is dead, another one marks its trial as
+failed and adds a new trial, which goes on in the same folder from the last checkpoint.
 
-A trial that failed says why in the attribute `outcome`; one without it was taken over.
+The attribute `outcome` of a failed trial says why it failed. A failed trial without this attribute
+was taken over.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ from mogrifier_jax import errors
 from mogrifier_jax.tuning import studies
 
 BEAT_SECONDS = 15.0
-GRACE_SECONDS = 120.0  # Without a beat for so long, a worker counts as dead.
-MAX_ATTEMPTS = 4  # A trial during which so many workers died is given up.
+GRACE_SECONDS = 120.0  # A worker without a beat for this long counts as dead.
+MAX_ATTEMPTS = 4  # A trial during which this many workers died is given up.
 
 
 class Pruned(errors.Abandoned):
@@ -34,11 +35,11 @@ class Pruned(errors.Abandoned):
 
 
 class Lost(errors.Abandoned):
-    """Another worker has taken the trial over, as this one seemed dead."""
+    """Another worker has taken the trial over, because this one seemed dead."""
 
 
 class Record(NamedTuple):
-    """What is known of a trial, whoever ran it."""
+    """The settings and the result of a trial, the same for every kind of storage."""
 
     number: int
     outcome: str  # "complete", "running", "waiting", or why there is no value.
@@ -49,7 +50,7 @@ class Record(NamedTuple):
 
 
 class Trial:
-    """One suggestion that this worker is to try."""
+    """One suggestion that this worker tries."""
 
     def __init__(self, queue: "Queue", trial: optuna.Trial):
         self._queue, self._trial = queue, trial
@@ -62,14 +63,14 @@ class Trial:
             trial.set_user_attr(name, value)
 
     def beat(self) -> None:
-        """Tells that the trial is being worked on; it is closed if another has taken it over."""
+        """Notes that the trial is being worked on; closes it if another worker has taken over."""
         try:
             self._trial.set_user_attr("heartbeat", time.time())
         except optuna.exceptions.UpdateFinishedTrialError:
             self.open = False
 
     def report(self, turn: int, value: float) -> None:
-        """Notes the value so far; raises when it is not worth going on."""
+        """Notes the best value so far; raises if the trial should stop."""
         if not self.open:
             raise Lost(f"trial {self.number} was taken over by another worker")
         self._trial.report(value, turn)
@@ -77,24 +78,24 @@ class Trial:
             raise Pruned(f"above the median of the trials at turn {turn}")
 
     def note(self, **values: Any) -> None:
-        """Keeps what is worth knowing beside the value."""
+        """Keeps more facts about the trial, such as its hidden size."""
         for name, value in values.items():
             self._trial.set_user_attr(name, value)
 
     def finish(self, value: float) -> None:
-        """The trial went to its end."""
+        """Notes the final value of a trial that came to its end."""
         self._tell(TrialState.COMPLETE, value)
 
     def prune(self, reason: str) -> None:
-        """The trial was stopped early, as others were better."""
+        """Notes that the trial was stopped early because others were better."""
         self._tell(TrialState.PRUNED, None, outcome="pruned", reason=reason)
 
     def fail(self, outcome: str, reason: str) -> None:
-        """There is no value, and why: it is "infeasible", or it "diverged"."""
+        """Notes why the trial has no value: it is "infeasible", or it "diverged"."""
         self._tell(TrialState.FAIL, None, outcome=outcome, reason=reason)
 
     def put_back(self, *, attempt: int) -> None:
-        """Leaves the trial to whoever asks next."""
+        """Leaves the trial to the next worker that asks."""
         if self.open:
             self.open = False
             self._queue.requeue(self._queue.study.trials[self.number], attempt)
@@ -119,7 +120,7 @@ class Queue:
         self._distributions = {name: _distribution(limits) for name, limits in ranges.items()}
 
     def ask(self, count: int, shapes: Iterable[str] = ()) -> list[Trial]:
-        """Up to `count` trials to run now; new ones share the `shapes` of the first."""
+        """Up to `count` trials to run now; new ones have the first one's values of `shapes`."""
         self.take_over()
         asked: list[Trial] = []
         while len(asked) < count and (self.waiting() or len(self.counted()) < self.target):
@@ -138,7 +139,7 @@ class Queue:
 
     @contextlib.contextmanager
     def hold(self, trials: Sequence[Trial]) -> Iterator[None]:
-        """Tells that this worker is alive; trials that it leaves unfinished are put back."""
+        """Notes regularly that this worker is alive; puts back trials that it leaves unfinished."""
         stopped = threading.Event()
 
         def beat() -> None:
@@ -148,7 +149,7 @@ class Queue:
                         if trial.open:
                             trial.beat()
                     except Exception as error:
-                        # The storage may be away for a moment; the beat after this one counts.
+                        # The storage may be unreachable for a moment; the next beat may succeed.
                         logging.warning("no heartbeat of trial %d: %s", trial.number, error)
 
         thread = threading.Thread(target=beat, daemon=True)
@@ -168,16 +169,16 @@ class Queue:
             thread.join()
 
     def take_over(self) -> None:
-        """Queues the trials of dead workers again."""
+        """Puts the trials of dead workers back into the queue."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if is_stale(trial):
                 logging.info("trial %d lost its worker: queued again", trial.number)
                 self.requeue(trial, trial.user_attrs.get("attempt", 1) + 1)
 
     def requeue(self, trial: FrozenTrial, attempt: int) -> None:
-        """Fails a running trial and queues its suggestion again, to go on in the same folder."""
+        """Marks a running trial as failed and queues a new one, which goes on in its folder."""
         try:
-            # Only one worker can do this; the others are refused.
+            # The storage lets only one worker do this.
             self.study.tell(trial.number, state=TrialState.FAIL)
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             return
@@ -199,30 +200,30 @@ class Queue:
         )
 
     def folders(self) -> set[str]:
-        """Of all trials, below the workdir."""
+        """The folders of all trials, as paths below the workdir."""
         known = self.study.get_trials(deepcopy=False)
         return {trial.user_attrs.get("folder", folder_of(trial.number)) for trial in known}
 
     def waiting(self) -> bool:
-        """Whether a trial that was begun waits for a worker."""
+        """Whether a trial that was put back waits for a worker."""
         return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def records(self) -> list[Record]:
-        """The trials that count towards the target, in their order."""
+        """The records of the trials that count towards the target, in their order."""
         return [_record(trial) for trial in self.counted()]
 
     def counted(self) -> list[FrozenTrial]:
-        """The trials that count towards the target."""
+        """Optuna's trials that count towards the target: see `counts`."""
         return [t for t in self.study.get_trials(deepcopy=False) if counts(t)]
 
     def _surplus(self) -> set[int]:
-        """New trials beyond the target: the last ones to come."""
+        """The numbers of the newest trials beyond the target."""
         first = sorted(self.counted(), key=lambda t: ("continues" not in t.user_attrs, t.number))
         return {trial.number for trial in first[self.target :]}
 
 
 def counts(trial: FrozenTrial) -> bool:
-    """Whether a trial is one of those asked for: neither taken over nor surplus."""
+    """Whether a trial counts towards the target: it was neither taken over nor surplus."""
     outcome = trial.user_attrs.get("outcome")
     return outcome != "surplus" and (trial.state != TrialState.FAIL or outcome is not None)
 
@@ -240,7 +241,7 @@ def _record(trial: FrozenTrial) -> Record:
 
 
 def worker_name() -> str:
-    """Machine, process space and process of this worker."""
+    """Names machine, process space and process of this worker; "" where they are unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
@@ -254,18 +255,18 @@ def is_stale(trial: FrozenTrial) -> bool:
     here, _, _ = worker_name().rpartition(" ")
     place, _, process = attributes.get("worker", "").rpartition(" ")
     if here and place == here and not os.path.exists(f"/proc/{process}"):
-        return True  # It was one of this machine.
+        return True  # The worker was a process of this machine.
     started = trial.datetime_start.timestamp() if trial.datetime_start else math.inf
     return time.time() - attributes.get("heartbeat", started) > GRACE_SECONDS
 
 
 def folder_of(number: int) -> str:
-    """Of a trial, below the workdir of the study."""
+    """The folder of a trial, as a path below the workdir of the study."""
     return f"trials/{number:04d}"
 
 
 def _distribution(limits: studies.Range) -> optuna.distributions.BaseDistribution:
-    """The limits in Optuna's terms."""
+    """A range as Optuna's kind of distribution."""
     if limits.scale == "integer":
         return optuna.distributions.IntDistribution(int(limits.low), int(limits.high))
     return optuna.distributions.FloatDistribution(
@@ -274,9 +275,9 @@ def _distribution(limits: studies.Range) -> optuna.distributions.BaseDistributio
 
 
 class SeededSampler(optuna.samplers.BaseSampler):
-    """A sampler whose draws follow from a seed and the number of the trial.
+    """A sampler whose draws depend only on a seed, the trial's number and the results so far.
 
-    So workers that start together do not draw the same.
+    So workers that start together draw different values.
     """
 
     def __init__(self, name: str, seed: int):
@@ -284,24 +285,24 @@ class SeededSampler(optuna.samplers.BaseSampler):
         self._sampler = _make_sampler(name, seed)
 
     def before_trial(self, study, trial):
-        """Draws anew for each trial."""
+        """Makes a sampler with the seed of this trial."""
         self._sampler = _make_sampler(self._name, (self._seed << 20) % 2**32 ^ trial.number)
         self._sampler.before_trial(study, trial)
 
     def infer_relative_search_space(self, study, trial):
-        """By the sampler itself."""
+        """Calls the sampler of this trial."""
         return self._sampler.infer_relative_search_space(study, trial)
 
     def sample_relative(self, study, trial, search_space):
-        """By the sampler itself."""
+        """Calls the sampler of this trial."""
         return self._sampler.sample_relative(study, trial, search_space)
 
     def sample_independent(self, study, trial, param_name, param_distribution):
-        """By the sampler itself."""
+        """Calls the sampler of this trial."""
         return self._sampler.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study, trial, state, values):
-        """By the sampler itself."""
+        """Calls the sampler of this trial."""
         self._sampler.after_trial(study, trial, state, values)
 
 

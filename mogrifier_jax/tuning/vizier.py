@@ -1,8 +1,9 @@
 """Trials that a Vizier service keeps and suggests, reached through its light client.
 
-`vizier://host:port` is a running service. A worker that is started again gets the trials back that
-it had. The service has no heartbeat: trials of a worker that never comes back stay with it.
-Suggestions are free, so trials rarely share shapes. `storages.py` opens the queue.
+`vizier://host:port` is a running service. A worker that is started again gets its trials back. The
+service has no heartbeat: if a worker never comes back, no other worker gets its trials. The service
+cannot be asked for suggestions of given shapes, so trials rarely share them. `storages.py` opens
+the queue.
 """
 
 import contextlib
@@ -24,14 +25,14 @@ OBJECTIVE = "valid_nats"
 
 
 class VizierTrial:
-    """One suggestion that this worker is to try."""
+    """One suggestion that this worker tries."""
 
     def __init__(self, client: Any, ranges: Mapping[str, studies.Range], prune: bool):
         self._client, self._prune = client, prune
         self.number = client.id
         self.folder, self.attempt, self.open = trials.folder_of(client.id), 1, True
         given = client.parameters
-        # Whole numbers come back as floats.
+        # The service returns whole numbers as floats.
         self.params = {
             name: int(given[name]) if limits.scale == "integer" else float(given[name])
             for name, limits in ranges.items()
@@ -39,30 +40,30 @@ class VizierTrial:
         self._notes: dict[str, Any] = {"folder": self.folder}
 
     def report(self, turn: int, value: float) -> None:
-        """Notes the value so far; raises when it is not worth going on."""
+        """Notes the best value so far; raises if the trial should stop."""
         self._client.add_measurement(_measurement(value, turn))
         if self._prune and self._client.check_early_stopping():
             raise trials.Pruned(f"stopped by the service at turn {turn}")
 
     def note(self, **values: Any) -> None:
-        """Keeps what is worth knowing beside the value."""
+        """Keeps more facts about the trial, such as its hidden size."""
         self._notes |= values
 
     def finish(self, value: float) -> None:
-        """The trial went to its end."""
+        """Notes the final value of a trial that came to its end."""
         self._complete(_measurement(value))
 
     def prune(self, reason: str) -> None:
-        """The trial was stopped early."""
+        """Notes that the trial was stopped early."""
         self.fail("pruned", reason)
 
     def fail(self, outcome: str, reason: str) -> None:
-        """There is no value, and why."""
+        """Notes why the trial has no value."""
         self._notes |= {"outcome": outcome, "reason": reason}
         self._complete(None, reason)
 
     def put_back(self, *, attempt: int) -> None:
-        """It stays with this worker, which gets it again when it is back."""
+        """Closes the trial; the service gives it to this worker again when it comes back."""
         del attempt
         self.open = False
 
@@ -106,7 +107,7 @@ class VizierQueue:
             ) from None
 
     def ask(self, count: int, shapes: Iterable[str] = ()) -> list[VizierTrial]:
-        """Up to `count` trials to run now; first those that this worker had before."""
+        """Up to `count` trials to run now; the trials that this worker had before come first."""
         del shapes
         known = self.records()
         mine = sum(r.outcome == "running" and r.notes["worker"] == self._worker[0] for r in known)
@@ -123,11 +124,11 @@ class VizierQueue:
         yield
 
     def folders(self) -> set[str]:
-        """Of all trials, below the workdir."""
+        """The folders of all trials, as paths below the workdir."""
         return {trials.folder_of(client.id) for client in self._study.trials()}
 
     def records(self) -> list[trials.Record]:
-        """All trials, in their order."""
+        """The records of all trials, in their order."""
         return [_record(client.materialize(), self._ranges) for client in self._study.trials()]
 
 
@@ -180,7 +181,7 @@ def _record(trial: Any, ranges: Mapping[str, studies.Range]) -> trials.Record:
 def _claim_name(workdir: str) -> tuple[str, Any]:
     """A name that no other worker has now, and the lock that says so.
 
-    The workdir is part of it: of the service's view, those of one host are different workers.
+    The workdir is part of the name, so two workdirs of one host are different workers.
     """
     place = hashlib.sha256(os.fsencode(os.path.realpath(workdir))).hexdigest()[:8]
     folder = pathlib.Path(workdir) / "workers"

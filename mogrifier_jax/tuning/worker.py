@@ -1,14 +1,14 @@
-"""Tuning: a worker that asks for trials, runs them and tells what came out, until all are done.
+"""Tuning: a worker that asks for trials, runs them and reports their values until all are done.
 
     python -m mogrifier_jax.main --mode=tune --config=experiments/ptb.py --study=appendix_a \
         --trials=100 --parallel=4 --workdir=runs/tune_ptb
     python -m mogrifier_jax.main --mode=tune --study=dyneval --workdir=runs/ptb --parallel=8
 
-The first tunes training, the second dynamic evaluation of a run that is trained.
-Any number of workers may share a storage. `studies.py` says what is tuned, `trials.py` hands out
-suggestions, `report.py` tells what was found. The objective is the best validation cross-entropy,
-in nats per token. Trials of the same shape train in one program, others one by one, and what was
-compiled is kept for the next trial of the same shape.
+The first command tunes training. The second tunes dynamic evaluation of a trained run. Any number
+of workers may share a storage. `studies.py` says what is tuned, `trials.py` hands out suggestions,
+and `report.py` writes the report. The objective is the best validation cross-entropy, in nats per
+token. Trials of the same shape train in one program, others one after the other. Compiled programs
+are kept for the next trial of the same shape.
 """
 
 import collections
@@ -35,12 +35,12 @@ POLL_SECONDS = 2.0  # Between looks at the trials of other workers.
 
 
 class Executor(Protocol):
-    """Runs trials, and tells each of them how it went."""
+    """Runs trials, and notes the value of each or why it has none."""
 
-    unit: str  # In which their scores are read.
+    unit: str  # The unit of scores that people read.
 
     def run(self, asked: Sequence[trials.Trial]) -> None:
-        """All of them, together where that is possible."""
+        """Runs all of these trials, together where that is possible."""
 
 
 def tune(
@@ -54,9 +54,9 @@ def tune(
     prune: bool = False,
     **where: Any,
 ) -> list[trials.Record]:
-    """Tunes the training of a config; `name` is what the experiment is called in the storage.
+    """Tunes the training of a config; `name` is the name of the experiment in the storage.
 
-    `where` is the storage and the sampler, see `storages.open_queue`.
+    `where` has the storage and the sampler: see `storages.open_queue`.
     """
     check_numbers(num_trials, parallel)
     tuned = studies.load(study)
@@ -78,10 +78,10 @@ def tune(
 def tune_dyneval(
     run: str, options: config_dict.ConfigDict, *, num_trials: int, parallel: int = 1, **where: Any
 ) -> list[trials.Record]:
-    """Tunes dynamic evaluation of a trained run on its validation set, in `dyneval_study` there.
+    """Tunes dynamic evaluation of a trained run on its validation set.
 
-    `options` are those of evaluation. Trials that have the window in common run side by side, each
-    with its own adapting weights.
+    The study is in `dyneval_study` of the run. `options` are those of evaluation. Trials with the
+    same window run side by side, each with its own adapting weights.
     """
     check_numbers(num_trials, parallel)
     methods.check_options(options)
@@ -103,7 +103,7 @@ def tune_dyneval(
 
 
 def check_numbers(num_trials: int, parallel: int) -> None:
-    """Refuses what cannot be counted, and workers that are parts of one run."""
+    """Refuses numbers below 1, and a worker of several processes."""
     for flag, value in (("trials", num_trials), ("parallel", parallel)):
         if value < 1:
             raise errors.UsageError(f"--{flag}={value} must be at least 1")
@@ -122,7 +122,7 @@ def work(
     parallel: int,
     config: config_dict.ConfigDict | None = None,
 ) -> list[trials.Record]:
-    """Runs trials until the study has all it wants, also those that other workers leave behind."""
+    """Runs trials until the study is complete, also those that other workers leave behind."""
     with storages.sentences():
         while True:
             asked = queue.ask(parallel, study.shapes)
@@ -140,7 +140,7 @@ def work(
 
 
 def describe_progress(queue: Any) -> str:
-    """Done, running, best so far and the time left, in a line."""
+    """One line: how many trials are done and running, the best value, and the time left."""
     known = queue.records()
     over = [trial for trial in known if trial.outcome not in ("running", "waiting")]
     running = sum(trial.outcome == "running" for trial in known)
@@ -160,7 +160,7 @@ KEPT_PROGRAMS = 4  # Shapes whose compiled programs are kept for the next trial.
 
 
 class Training:
-    """Trains the trials; what was compiled is kept for the next of the same shape."""
+    """Trains the trials; keeps compiled programs for the next trial of the same shape."""
 
     def __init__(
         self,
@@ -176,12 +176,12 @@ class Training:
         self._programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._alone = Site.alone(config)
         self._together = Site.together(parallel) if parallel > 1 else self._alone
-        # An experiment that cannot be made at all is refused here, before any trial.
+        # This refuses an impossible experiment before any trial.
         run = self._make_run(studies.configure(study, config, {}), self._together)
         self.unit = run.task.score_unit
 
     def run(self, asked: Sequence[trials.Trial]) -> None:
-        """Those of the same shape in one program, the groups one after the other."""
+        """Trains trials of the same shape in one program, and these groups one after the other."""
         groups: dict[Hashable, list[tuple[trials.Trial, runs.Run]]] = {}
         for trial in asked:
             config = studies.configure(self._study, self._config, trial.params)
@@ -202,7 +202,7 @@ class Training:
                 self._run_together(shape, *zip(*group, strict=True))
 
     def _run_alone(self, trial: trials.Trial, run: runs.Run) -> None:
-        """One trial on all devices, as `train.py` does it."""
+        """Trains one trial on all devices, as `train.py` does."""
         if self._alone is not self._together:
             run = self._make_run(run.config, self._alone)
         compiled = self._program((1, shape_of(run)), lambda: programs.Alone(run))
@@ -211,7 +211,7 @@ class Training:
     def _run_together(
         self, shape: Hashable, asked: Sequence[trials.Trial], made: Sequence[runs.Run]
     ) -> None:
-        """Several trials of one shape."""
+        """Trains several trials of one shape in one program."""
         mesh, size = self._together.mesh, self._parallel
         compiled = self._program((size, shape), lambda: programs.Together(made[0], size, mesh))
         self._train(asked, made, compiled)
@@ -233,7 +233,7 @@ class Training:
         return runs.make_run(config, place.of_runs, place.task(config), tuned=self._tuned)
 
     def _program(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The program for a shape, compiled once."""
+        """The kept program for a shape, or a new one."""
         if key not in self._programs:
             self._programs[key] = make()
         self._programs.move_to_end(key)
@@ -242,13 +242,13 @@ class Training:
         return self._programs[key]
 
     def _folder(self, trial: trials.Trial, run: runs.Run) -> str:
-        """Where a trial is kept; a folder of another run is refused."""
+        """The workdir of a trial; refuses a folder of another run."""
         folder = os.path.join(self._workdir, trial.folder)
         workdirs.check_config(folder, run.config, ignore=runs.FREE_KEYS)
         return folder
 
     def _tell(self, trial: trials.Trial, folder: str, outcome: train.Outcome) -> None:
-        """Tells a trial its value, or why it has none."""
+        """Notes the value of a trial, or why it has none."""
         if isinstance(outcome, Mapping):
             workdirs.write_json(folder, "results.json", outcome)
             names = ("best_turn", "temperature", "test_nats")
@@ -263,7 +263,7 @@ class Training:
 
 
 class Adapting:
-    """Runs trials of dynamic evaluation; those of the same window at once."""
+    """Runs trials of dynamic evaluation; those with the same window run at once."""
 
     def __init__(self, trained: str, options: config_dict.ConfigDict):
         self._trained, self._options = trained, options
@@ -273,7 +273,7 @@ class Adapting:
             raise errors.UsageError("settings are chosen on the validation set; drop --eval.text")
 
     def run(self, asked: Sequence[trials.Trial]) -> None:
-        """The trials of each window together, one window after the other."""
+        """Runs the trials of each window together, one window after the other."""
         for window in dict.fromkeys(trial.params["window"] for trial in asked):
             self._run_window(window, [t for t in asked if t.params["window"] == window])
 
@@ -302,7 +302,7 @@ class Adapting:
 
 
 class Site:
-    """Where runs are made: their mesh, and the tasks on it."""
+    """The devices that trials run on, and the tasks that are loaded there."""
 
     def __init__(self, mesh: jax.sharding.Mesh, of_runs: jax.sharding.Mesh):
         self.mesh, self.of_runs = mesh, of_runs
@@ -316,12 +316,12 @@ class Site:
 
     @classmethod
     def together(cls, count: int) -> "Site":
-        """Runs side by side, each on one device or a part of it."""
+        """A mesh for `count` runs side by side; each is on one device, perhaps with others."""
         mesh = programs.make_mesh(count)
         return cls(mesh, programs.home(mesh))
 
     def task(self, config: config_dict.ConfigDict) -> tasks.Task:
-        """The task of a config, which most trials share."""
+        """The task of a config; trials with the same data share one task."""
         options = {k: v for k, v in config.data.items() if k != "drop_state_probability"}
         key = json.dumps([config.seed, options], sort_keys=True, default=str)
         if key not in self._tasks:
@@ -330,8 +330,8 @@ class Site:
 
 
 def shape_of(run: runs.Run) -> Hashable:
-    """What two runs must have in common to share a program: all but what is traced."""
-    # The model itself has all of its section, and the sizes as well.
+    """A key that is equal for runs which can share a program: all but the traced numbers."""
+    # repr(run.model) stands for the section `model`. It also has the solved sizes.
     free = ("model", *studies.TRACED)
     values = configs.flatten(plain_config(run.config))
     values = {name: value for name, value in values.items() if not configs.is_among(name, free)}
@@ -340,7 +340,7 @@ def shape_of(run: runs.Run) -> Hashable:
 
 
 def plain_config(config: config_dict.ConfigDict) -> dict[str, Any]:
-    """A config as plain values, without what does not move the result."""
+    """A config as plain values, without the keys that cannot change the result."""
     values = json.loads(config.to_json_best_effort())
     for name in runs.FREE_KEYS:
         *sections, key = name.split(".")
