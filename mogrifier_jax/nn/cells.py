@@ -5,14 +5,13 @@ features, K rank. Nothing here knows of Flax, time or devices; `layers.py` owns 
 parameters and `recurrence.py` scans.
 
 Every cell is a function `cell(params, carry, x, keep=None, scale=None) -> (carry, gates)`.
-Its output is the new `carry.h`; `gates` holds what there is to look at, and costs nothing
-when it is not looked at. `keep` and `scale` are the state dropout mask (bool, shaped like
-h) and 1 / (1 - rate): they apply to h as the gates read it, never to the stored state.
+Its output is the new `carry.h`. `gates` has the values of all gates, for analysis. They cost
+nothing if nobody uses them. `keep` is the mask of the state dropout (bool, shaped like h),
+and `scale` is 1 / (1 - rate). They apply to the h that the gates read, never to the stored
+state.
 
-`params` is a nested dict whose matrices are multiplied in `project` alone. That is what
-lets `recurrence.py` put its own objects in their place and take over the matmuls.
-
-LIMITS are those of the numbers that a cell is made with.
+`params` is a nested dict. Only `project` and `affine` multiply by its matrices. So
+`recurrence.py` can put its own objects in their place and take over the matmuls.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from mogrifier_jax import errors
 
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
-# Lowest and highest value of a cell's fields; those with whole limits are whole numbers.
+# The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
 LIMITS: dict[str, tuple[float, float]] = {
     "hidden_size": (1, 10**6),
     "rounds": (0, 100),
@@ -41,14 +40,14 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 
 class LSTMCarry(NamedTuple):
-    """State of the LSTM family."""
+    """State of the LSTM, the Mogrifier LSTM and the multiplicative LSTM."""
 
     c: jax.Array  # [..., H] at least float32: it accumulates over the whole sequence.
     h: jax.Array  # [..., H] compute dtype.
 
 
 class Carry(NamedTuple):
-    """State of the cells that have only an output."""
+    """State of the GRU and the Elman network, which is also their output."""
 
     h: jax.Array  # [..., H] compute dtype.
 
@@ -73,26 +72,26 @@ def affine(params: Params, x: jax.Array) -> jax.Array:
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Elementwise mathematics is done in at least float32."""
+    """Casts x to at least float32, the type of all elementwise operations."""
     return x.astype(wide(x.dtype))
 
 
 def wide(dtype: Any) -> np.dtype:
-    """The dtype, or float32 if that is wider."""
-    return np.promote_types(dtype, np.float32)  # That of jnp refuses under strict promotion.
+    """The wider one of this dtype and float32."""
+    return np.promote_types(dtype, np.float32)  # jnp.promote_types fails under strict promotion.
 
 
 def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Gives a parameter the leading axes of what it is combined with."""
+    """Broadcasts a parameter to the shape and dtype of the array that it is combined with."""
     return jnp.broadcast_to(vector.astype(like.dtype), like.shape)
 
 
 def sum_leading(x: jax.Array, num_axes: int) -> jax.Array:
-    """Sums over the first axes, in at least float32."""
+    """Sums over the first `num_axes` axes, in at least float32."""
 
     def by_matmul(x):
-        # A TPU's matrix units are quicker at it than its vector units. One row of ones would be
-        # taken apart into a product and a sum again; eight are not.
+        # A TPU's matrix units do this faster than its vector units. The compiler would turn a
+        # matmul by one row of ones into a product and a sum. It leaves eight rows alone.
         ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
         return jnp.tensordot(ones, x, num_axes, preferred_element_type=wide(x.dtype))[0]
 
@@ -114,7 +113,7 @@ def mogrify(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Lets x and h gate each other in turn, x first (arXiv:1909.01792, eqs. 1-2).
 
-    Without `zigzag` every gate reads the original x and h. Also returns the gates 2σ(.).
+    Without `zigzag` every gate reads the original x and h. It also returns the gates 2σ(.).
     """
     sources = [h, x]  # What odd and even rounds read.
     gated = [x, h]  # What they scale.
@@ -140,7 +139,7 @@ def lstm(
     tied_gates: bool = False,
     cell_clip: float | None = None,
 ) -> tuple[LSTMCarry, Gates]:
-    """LSTM, Mogrifier LSTM and multiplicative LSTM; what is in `params` decides."""
+    """LSTM, Mogrifier LSTM or multiplicative LSTM; the groups in `params` decide which."""
     x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
     if "multiplicative" in params:
         x, h = multiply(params, x, h)
@@ -157,11 +156,11 @@ def lstm(
             i = jnp.minimum(i, 1 - f)  # Keeps |c| <= 1.
     c = f * widen(carry.c) + i * j
     read = c
-    if "cell_norm" in params:  # The output sees c normalised; the stored c stays raw.
+    if "cell_norm" in params:  # The output reads a normalised c; the stored c is not normalised.
         norm = params["cell_norm"]
         read = layer_norm(c, norm["gain"]) + stretch(norm["shift"], c)
     h = o * jnp.tanh(read)
-    if cell_clip is not None:  # Acts on the next step only, as h is computed by now.
+    if cell_clip is not None:  # It affects only the next step: h is already computed.
         c = jnp.clip(c, -cell_clip, cell_clip)
     gates = {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
     return LSTMCarry(c, h.astype(carry.h.dtype)), gates
@@ -176,7 +175,7 @@ def gru(
     *,
     zigzag: bool = True,
 ) -> tuple[Carry, Gates]:
-    """GRU of the modulated x and h, the reset gate after the matmul as in `nn.GRUCell`."""
+    """GRU of the modulated x and h; the reset gate comes after the matmul, as in `nn.GRUCell`."""
     x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
     zx, zh = gate_parts(params["gates"], x, h)
     r, u, n = (zx[..., g, :] for g in range(3))
@@ -184,7 +183,7 @@ def gru(
     r = jax.nn.sigmoid(r + rh)
     u = jax.nn.sigmoid(u + uh)
     n = jnp.tanh(n + r * (nh + stretch(params["gates"]["candidate_bias"], nh)))
-    # What is kept of the state is modulated, but dropout is for what the gates read.
+    # The part of h that is kept is modulated by the rounds. Dropout is only for the gates.
     kept = widen(carry.h)
     for gate in rounds[1::2]:
         kept = gate * kept
@@ -208,7 +207,7 @@ def elman(
 
 
 def modulate(params, x, h, keep, scale, zigzag):
-    """State dropout, then constant scaling, then the Mogrifier: what the gates read."""
+    """The x and h that the gates read: after state dropout, constant scaling and the Mogrifier."""
     if keep is not None:
         h = jnp.where(keep, h * scale.astype(h.dtype), jnp.zeros_like(h))
     if "scaling" in params:
@@ -224,7 +223,7 @@ def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax
     maps = params["multiplicative"]
     if "input" in maps:
         mx = project(x, maps["input"])
-    else:  # `hoist` has put it before the gates.
+    else:  # `hoist` has put W_mx x before the gates.
         mx, x = widen(x[..., 0, :]), x[..., 1:, :]
     return x, (mx * project(h, maps["recurrent"])).astype(h.dtype)
 
@@ -233,7 +232,7 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
     """Pre-activations [..., G, H] of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
     if "recurrent" not in params:
         return affine(params, jnp.concatenate([x, h], -1))
-    if "input" not in params and "shift" not in params:  # `hoist` has taken x's projection out.
+    if "input" not in params and "shift" not in params:  # `hoist` has projected x already.
         return project(h, params["recurrent"], x)
     zx, zh = gate_parts(params, x, h)
     if "shift" in params:
@@ -244,18 +243,18 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
 
 
 def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What x and h each contribute to the gates; x may have been projected by `hoist`."""
+    """The parts of the pre-activations from x and from h; `hoist` may have projected x already."""
     zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
     return zx, project(h, params["recurrent"])
 
 
 def hoist(params: Params) -> tuple[Params, Params | None]:
-    """Moves work out of the recurrence: returns what to scan with, of equal meaning.
+    """Moves work out of the recurrence: returns equivalent parameters, and a map for x or None.
 
-    Where x enters the gates unmodulated, its projection does not depend on the state. It is
-    returned as a map of its own, for `recurrence.scan` to apply. Elsewhere the two gate matrices
-    become one, so that a step has one large matmul instead of two and one sum less to keep for
-    the backward pass.
+    If nothing modulates x before the gates, its projection does not depend on the state. It is
+    returned as a map of its own, which `recurrence.scan` applies to all steps at once. Otherwise
+    the two gate matrices become one. Then a step has one large matmul instead of two, and one sum
+    less to keep for the backward pass.
     """
     gates = params["gates"]
     if "input" not in gates:
@@ -271,13 +270,13 @@ def hoist(params: Params) -> tuple[Params, Params | None]:
                 inputs["bias"] = jnp.pad(inputs["bias"], [(1, 0), (0, 0)])
         return params, inputs
     if "multiplicative" in params or "shift" in gates or "candidate_bias" in gates:
-        return params, None  # These need the two sums apart.
+        return params, None  # These need the parts of x and h apart.
     kernel = jnp.concatenate([gates["input"], gates["recurrent"]], 0)
     return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, None
 
 
 def check_fields(cell: Any) -> None:
-    """Refuses numbers and dtypes that no cell can have; `cell` is a module of `layers.py`."""
+    """Refuses numbers and dtypes that are out of range; `cell` is a module of `layers.py`."""
     for field in dataclasses.fields(cell):
         name, value = field.name, getattr(cell, field.name)
         if name in ("dtype", "param_dtype"):

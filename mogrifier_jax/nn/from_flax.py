@@ -1,11 +1,12 @@
-"""Weights of Flax's own recurrent cells for ours, which the fast recurrence knows, and back.
+"""Converts Flax's own recurrent cells and their weights to ours, and back.
 
     cell, params = from_flax.convert(nn.OptimizedLSTMCell(64), params)    # linen
     cell = from_flax.convert(nnx.OptimizedLSTMCell(32, 64, rngs=rngs))    # NNX
 
-Flax has a matrix for each gate, named after what it reads (i, h) and the gate; NNX's optimised
-cells have them side by side in `dense_i` and `dense_h`. Ours are [D, G, H] and [H, G, H].
-`RNN` converts on its own, so this is for those who want the weights themselves.
+Flax has a matrix for each gate. Its name is what it reads (i for x, or h) and the gate. NNX's
+optimised cells have the matrices side by side in `dense_i` and `dense_h`. Ours are [D, G, H] and
+[H, G, H]. `RNN` converts Flax's cells by itself, to use the fast recurrence. Call `convert` only to
+get the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +21,14 @@ from mogrifier_jax.nn import cells, layers
 
 
 class Match(NamedTuple):
-    """A cell of Flax and ours that computes the same."""
+    """Cells of Flax, and our cell that computes the same."""
 
-    flax: tuple[type, ...]  # Of linen; the last one is what `to_flax` makes.
+    flax: tuple[type, ...]  # Cells of linen; `to_flax` makes the last one.
     ours: type[layers.Cell]
-    options: dict[str, Any]  # What ours must have set.
-    gates: tuple[str, ...]  # Flax's names, in our order.
-    biased: str  # Whether the matrices that read x (i) or h have the biases.
-    nnx_gates: tuple[str, ...]  # In the order of NNX's optimised cells.
+    options: dict[str, Any]  # Fields that our cell must have.
+    gates: tuple[str, ...]  # Flax's names of the gates, in our order.
+    biased: str  # The matrices that have the biases: "i" (they read x) or "h".
+    nnx_gates: tuple[str, ...]  # The gates in the order of NNX's optimised cells.
 
 
 _PLAIN = dict(rounds=0, scaling=False)
@@ -54,13 +55,13 @@ class Pair(NamedTuple):
 
 
 def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
-    """Our cell that computes what a cell of Flax does.
+    """Our cell that computes the same as a cell of Flax.
 
     Args:
-      cell: of linen, with its `params`; or of NNX, which has them itself.
+      cell: a cell of linen, with its `params`, or a cell of NNX, which has its own.
 
     Returns:
-      (cell, params) for linen, a cell of `mogrifier_jax.nnx` for NNX.
+      (cell, params) for linen, or a cell of `mogrifier_jax.nnx` for NNX.
     """
     if isinstance(cell, nn.Module):
         kind = find(cell)
@@ -74,7 +75,7 @@ def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
 
 
 def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
-    """The way back, to `nn.OptimizedLSTMCell`, `nn.GRUCell` or `nn.SimpleCell`, or NNX's."""
+    """Converts our cell to `OptimizedLSTMCell`, `GRUCell` or `SimpleCell` of linen or NNX."""
     if not isinstance(cell, layers.Cell):
         if not isinstance(getattr(cell, "spec", None), layers.Cell):
             raise errors.UsageError(f"{cell!r:.60} is not a cell of this package; give one")
@@ -94,7 +95,7 @@ def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
 
 
 def find(cell: nn.Module) -> Match:
-    """The kind of a cell of linen, if it is one of those that have a counterpart."""
+    """The match of a cell of linen; refuses a cell that has no counterpart here."""
     for kind in KINDS:
         if type(cell) in kind.flax:
             break
@@ -107,7 +108,7 @@ def find(cell: nn.Module) -> Match:
         if found is not function:
             raise errors.UsageError(
                 f"{name} {getattr(found, '__name__', found)} of {type(cell).__name__} is not "
-                f"{function.__name__}, and ours have no other"
+                f"{function.__name__}, and our cells have no other"
             )
     if getattr(given, "residual", False):
         raise errors.UsageError("SimpleCell with residual=True has no counterpart here")
@@ -115,7 +116,7 @@ def find(cell: nn.Module) -> Match:
 
 
 def find_counterpart(cell: layers.Cell) -> Match:
-    """The kind of one of our cells, if Flax has the same."""
+    """The match of one of our cells; refuses a cell that Flax does not have."""
     for kind in KINDS:
         # A MogrifierLSTMCell without rounds is an LSTMCell.
         ours = layers.MogrifierLSTMCell if kind.ours is layers.LSTMCell else kind.ours
@@ -136,7 +137,7 @@ def find_counterpart(cell: layers.Cell) -> Match:
 
 
 def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell:
-    """Our cell, without weights."""
+    """Our cell for a cell of linen, without weights."""
     dtype = cell.dtype
     if dtype is None:
         dtype = jnp.promote_types(cell.param_dtype, inputs_dtype or cell.param_dtype)
@@ -146,7 +147,7 @@ def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell
 
 
 def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The gates of our cell from the parameters of one of linen's; it can be differentiated."""
+    """The gates of our cell from the parameters of a linen cell; gradients go through it."""
     names = {side + gate for side in "ih" for gate in kind.gates}
     if set(params) != names:
         raise errors.UsageError(
@@ -168,11 +169,12 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
 
 
 def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) -> Any:
-    """An `RNN` over a cell of Flax: by our counterpart if there is one, else step by step.
+    """Runs an `RNN` over a cell of Flax: with our counterpart if there is one, else step by step.
 
     Args:
       module: the RNN. Its parameters stay those of Flax's cell.
-      plain: the call of `nn.RNN`, and `given` its keywords.
+      plain: the method `nn.RNN.__call__`, which runs step by step.
+      given: the keywords of that method.
     """
     deterministic = given.pop("deterministic")
     try:
@@ -197,7 +199,7 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
         f"initial_carry {carry!r} is not a carry; make one with cell.initialize_carry",
     )
     h = leaves[-1]
-    # Flax's GRU adds to a state that is wider than its matmuls; ours has it in the compute dtype.
+    # Flax's GRU may have a state that is wider than its matmuls. Ours has the compute dtype.
     loses = kind.ours is layers.MogrifierGRUCell and h.dtype != cell.dtype
     if module.is_initializing() or ((loses or not module.fast) and not module.state_dropout):
         return plain(inputs, **given)
@@ -214,14 +216,14 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
 
 
 def read_carry(carry: Any, dtype: Any) -> Any:
-    """Our carry from Flax's, which is (c, h) or h."""
+    """Converts Flax's carry, which is (c, h) or h, to ours."""
     if isinstance(carry, tuple):
         return cells.LSTMCarry(carry[0].astype(cells.wide(dtype)), carry[1].astype(dtype))
     return cells.Carry(carry.astype(dtype))
 
 
 def write_carry(carry: Any, like: Any) -> Any:
-    """Flax's carry from ours, in the dtypes that it had before."""
+    """Converts our carry to Flax's, with the structure and the dtypes of `like`."""
     leaves = [
         leaf.astype(old.dtype) for leaf, old in zip(carry, jax.tree.leaves(like), strict=True)
     ]
@@ -229,7 +231,7 @@ def write_carry(carry: Any, like: Any) -> Any:
 
 
 def as_linen(cell: Any) -> Pair:
-    """A cell of NNX as the one of linen that computes the same, with its weights."""
+    """The cell of linen that computes the same as a cell of NNX, with its weights."""
     name = type(cell).__name__
     make: Any = {flax.__name__: flax for kind in KINDS for flax in kind.flax}.get(name)
     if make is None or not type(cell).__module__.startswith("flax."):
@@ -245,17 +247,17 @@ def as_linen(cell: Any) -> Pair:
     for side in "ih":
         if hasattr(cell, "dense_i"):
             params |= _split(getattr(cell, f"dense_{side}"), side, kind.nnx_gates)
-        else:  # A matrix each; `if` is a word of Python.
+        else:  # One matrix for each gate. NNX writes `if_`, since `if` is a keyword of Python.
             for gate in kind.gates:
                 dense = getattr(cell, side + gate, None) or getattr(cell, f"{side}{gate}_")
                 params |= _split(dense, side, (gate,))
-    if "hn" in params:  # NNX's has no bias there.
+    if "hn" in params:  # A GRU of NNX has no bias there.
         params["hn"]["bias"] = jnp.zeros_like(params["in"]["bias"])
     return Pair(linen, params)
 
 
 def _split(dense: Any, side: str, gates: tuple[str, ...]) -> dict[str, dict[str, jax.Array]]:
-    """A `Linear` of NNX as matrices and biases by gate."""
+    """Splits a `Linear` of NNX into the matrix and the bias of each gate."""
     leaves = {name: getattr(dense, name) for name in ("kernel", "bias")}
     parts = {
         name: jnp.split(leaf[...], len(gates), -1)
@@ -269,7 +271,7 @@ def _split(dense: Any, side: str, gates: tuple[str, ...]) -> dict[str, dict[str,
 
 
 def as_nnx(pair: Pair) -> Any:
-    """The cell of NNX that computes what one of linen does."""
+    """The cell of NNX that computes the same as a cell of linen."""
     from flax import nnx
 
     kind = find(pair.cell)

@@ -1,19 +1,19 @@
-"""Weights of a Mogrifier LSTM cell written in PyTorch, for `MogrifierLSTMCell`.
+"""Converts the weights of a Mogrifier LSTM cell written in PyTorch to `MogrifierLSTMCell`.
 
     cell, params = from_pytorch.convert(module.state_dict())
     carry = cell.initialize_carry(None, x.shape)
     carry, y = cell.apply({"params": params}, carry, x)
 
-Letters: D input features, H hidden features, K rank. The layouts that people use are known:
+Letters: D input features, H hidden features, K rank. `convert` knows the layouts that people use:
 
     recurrence   a `torch.nn.LSTMCell` (weight_ih [4H, D], weight_hh [4H, H], bias_ih, bias_hh),
                  two `Linear` named x2h and h2h, or tensors Wih [D, 4H], Whh, bih, bhh
-    gating       one `ModuleList` with an entry for each round, or one for x, named q, and one
-                 for h, named r; a lone q and r (`Linear`, or tensors Q [H, D] and R [D, H])
-                 serve all rounds
+    gating       one `ModuleList` with an entry for each round, or a list for x, named q, and one
+                 for h, named r; or a single q and r (`Linear`, or tensors Q [H, D] and R [D, H])
+                 for all rounds
     low rank     each entry is a `Sequential` of two `Linear`
 
-PyTorch itself is not needed: any mapping of names to arrays will do.
+PyTorch itself is not needed: any mapping of names to arrays works.
 """
 
 import re
@@ -44,7 +44,7 @@ class Converted(NamedTuple):
 
 
 class _Map(NamedTuple):
-    """An affine map: one matrix [in, out] or two, which are multiplied, and a bias."""
+    """An affine map: a matrix [in, out], or two that are multiplied, and perhaps a bias."""
 
     kernels: tuple[np.ndarray, ...]
     bias: np.ndarray | None
@@ -56,9 +56,10 @@ def convert(
     """Converts the state dict of a cell, or of a model with a cell under a prefix.
 
     Args:
-      rounds: how many rounds of gating the module makes. Needed where q and r serve all
-        rounds, as the weights do not tell; elsewhere all that are there, unless given.
-      prefix: of the cell's names, such as "layers.0.".
+      rounds: how many rounds of gating the module makes. It is needed if one q and r are for
+        all rounds, because the weights do not show the number. Otherwise the default is all
+        rounds that have weights.
+      prefix: the beginning of the cell's names, such as "layers.0.".
     """
     named = isinstance(state_dict, Mapping) and all(isinstance(n, str) for n in state_dict)
     if not (named and isinstance(prefix, str)):
@@ -90,7 +91,7 @@ def convert(
         rounds=len(maps),
         rank=max(ranks, default=0),
         gate_bias=has_bias,
-        cap_input_gate=False,  # PyTorch's LSTM has i where the authors' code has min(i, 1 - f).
+        cap_input_gate=False,  # PyTorch's LSTM uses i; the authors' code uses min(i, 1 - f).
     )
     return Converted(cell, params)
 
@@ -118,7 +119,7 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
             )
         for key in used[2:]:
             _check_bias(key, tensors[key], 4 * hidden)
-        # Both biases are added to the same sum; ours is one.
+        # PyTorch adds two biases to the same sum. We have one.
         bias = sum((tensors[keys[0]] for keys in found[2:] if keys), np.zeros(4 * hidden))
         blocks = [m.reshape(4, hidden, -1)[_GATES].transpose(2, 0, 1) for m in matrices]
         gates = {
@@ -134,7 +135,7 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
 
 
 def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
-    """The affine maps in each list of the module: by its name, in order, factors together."""
+    """The entries of each list of the module, by its name; an entry is a map or its factors."""
     linears: dict[str, _Map] = {}
     for key, value in tensors.items():
         path, _, kind = key.rpartition(".")
@@ -179,7 +180,7 @@ def _read_rounds(
 def _interleave(
     groups: dict[str, list[list[_Map]]], sizes: tuple[int, int], rounds: int | None
 ) -> list[list[_Map]]:
-    """Rounds from maps for x (q) and for h (r), in turn."""
+    """The entries of all rounds: the maps for x (q) and for h (r) take turns."""
     named = {name.rpartition(".")[2].lower(): entries for name, entries in groups.items()}
     if set(named) != {"q", "r"}:
         raise errors.UsageError(
@@ -202,7 +203,7 @@ def _interleave(
 
 
 def _join_factors(entries: list[list[_Map]], out: int, sizes: tuple[int, int]) -> list[list[_Map]]:
-    """Two entries that are the factors of one map, a `Sequential` by itself, become one."""
+    """Joins two entries that are the factors of one map, which is a `Sequential` of its own."""
     shapes = [entry[0].kernels[0].shape for entry in entries]
     if len(entries) == 2 and shapes[0] != (sizes[1 - out], sizes[out]):
         return [[entries[0][0], entries[1][0]]]
@@ -210,7 +211,7 @@ def _join_factors(entries: list[list[_Map]], out: int, sizes: tuple[int, int]) -
 
 
 def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> _Map:
-    """One map of its factors; a bias between them can as well be added after them."""
+    """Makes one map of its factors; moves a bias between them to the end."""
     size_in, size_out = (sizes[1], sizes[0]) if index % 2 == 0 else sizes
     kernels = tuple(kernel for part in entry for kernel in part.kernels)
     shapes = [kernel.shape for kernel in kernels]
@@ -236,7 +237,7 @@ def _check_bias(name: str, bias: np.ndarray, size: int) -> None:
 
 
 def _to_numpy(name: str, value: Any) -> np.ndarray:
-    """A tensor of any dtype and device, or an array, as float32."""
+    """Converts a tensor of any dtype and device, or an array, to float32."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = value.numpy() if value.is_complex() else value.float().numpy()

@@ -1,9 +1,9 @@
 """LanguageModel and EncoderDecoder: embed, recurrent stack, softmax, nats per token.
 
 Axes: B batch, T time, E embedding (input and output alike), H hidden, V vocabulary. Tokens and
-results are [B, T]; inside, time comes first, as the recurrence wants it. `make_model` finds E and H
-for a budget of parameters; the formulas that count them restate the shapes that `layers.py` and
-`softmax.py` create, and the tests hold the two together.
+results are [B, T]. Inside, time is the first axis, because the recurrence needs it so. `make_model`
+finds E and H for a budget of parameters. The formulas that count parameters repeat the shapes that
+`layers.py` and `softmax.py` create. The tests check that both agree.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ check = layers.check
 
 
 class Sizes(nn.Module):
-    """What all models are made of; `make_model` finds the sizes from a budget."""
+    """The fields that all models have; `make_model` finds the sizes from a budget."""
 
     vocab_size: int
     hidden_size: int
@@ -41,7 +41,7 @@ class Sizes(nn.Module):
 
 
 class LanguageModel(Sizes):
-    """Tokens to nats.
+    """A language model: from tokens to nats per token.
 
     >>> model = LanguageModel(
     ...     vocab_size=50, hidden_size=8, embedding_size=8, cell_options={"rounds": 4, "rank": 2}
@@ -58,7 +58,7 @@ class LanguageModel(Sizes):
     trainable_initial_state: bool = False
 
     def setup(self) -> None:
-        """Checks the sizes and makes the parts."""
+        """Checks the sizes and makes embedding, stack and softmax."""
         sizes = dict(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -80,27 +80,27 @@ class LanguageModel(Sizes):
         self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
     def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
-        """(inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
+        """From (inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
         return self.logits(inputs, carry)
 
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> Any:
-        """What a stream starts from, unless the initial state is trained."""
+        """The zero carry that a stream starts from, unless the initial state is trained."""
         return rnn.zero_carry(self, batch_size)
 
     @nn.nowrap
     def example(self) -> dict[str, Any]:
-        """Arguments of `init`."""
+        """Small arguments for `init`."""
         return {"inputs": jnp.zeros((1, 1), jnp.int32)}
 
     def initial_carry(self, batch_size: int) -> Any:
-        """What an example that stands alone starts from."""
+        """The carry that an example which stands alone starts from; it may be trained."""
         return self.stack.initial_carry(batch_size)
 
     def batch_nats(
         self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
     ) -> tuple[jax.Array, Any]:
-        """`nats` of a `data.Window`; an example that stands alone has the carry ()."""
+        """`nats` of a `streams.Window`; the carry of examples that stand alone is ()."""
         start = None if carry == () else carry
         nats, end = self.nats(batch.inputs, batch.targets, start, batch.lengths, rates, temperature)
         return nats, () if start is None else end
@@ -116,7 +116,7 @@ class LanguageModel(Sizes):
     ) -> tuple[jax.Array, Any]:
         """-log p(target) [B, T], zero beyond `lengths`, and the carry at each example's end.
 
-        `temperature` multiplies the logits, so that values below 1 flatten.
+        `temperature` multiplies the logits, so values below 1 flatten the distribution.
         """
         rates = rates or Dropout()
         check_tokens("inputs", inputs)
@@ -141,20 +141,20 @@ class LanguageModel(Sizes):
         return jnp.swapaxes(logits, 0, 1), carry
 
     def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
-        """What every gate of every layer does, [T, B, ...]: f, i, j, o, c and the rounds."""
+        """The values of all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
         xs = self.embed(inputs, Dropout())
         carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
         carry, gates = self.stack.gates(carry, xs)
         return gates, carry
 
     def run(self, inputs, carry, valid, rates):
-        """Tokens [B, T] to the stack's outputs [T, B, H]."""
+        """From tokens [B, T] to the carry and the stack's outputs [T, B, H]."""
         xs = self.embed(inputs, rates)
         carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
         return self.stack(carry, xs, valid, rates)
 
     def embed(self, inputs: jax.Array, rates: Dropout) -> jax.Array:
-        """Tokens [B, T] to [T, B, E]."""
+        """The embeddings [T, B, E] of tokens [B, T], after input dropout."""
         check_tokens("inputs", inputs)
         xs = jnp.take(self.embedding.astype(self.dtype), inputs.T, axis=0)
         if rates.input is not None:
@@ -163,12 +163,12 @@ class LanguageModel(Sizes):
 
 
 class EncoderDecoder(Sizes):
-    """Two stacks with embeddings of their own; the decoder starts where the encoder ends."""
+    """Two stacks with separate embeddings; the decoder starts from the encoder's last carry."""
 
     num_layers: int = 1
 
     def setup(self) -> None:
-        """Checks the sizes and makes the parts."""
+        """Makes the encoder with its embedding, and the decoder."""
         self.source_embedding = self.param(
             "source_embedding",
             softmax.normal_by_fan(self.embedding_size),
@@ -179,24 +179,24 @@ class EncoderDecoder(Sizes):
 
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> tuple[()]:
-        """Nothing is carried from batch to batch."""
+        """An empty carry, since no state goes from batch to batch."""
         del batch_size
         return ()
 
     @nn.nowrap
     def example(self) -> dict[str, Any]:
-        """Arguments of `init`."""
+        """Small arguments for `init`."""
         tokens = jnp.zeros((1, 1), jnp.int32)
         return {"source": tokens, "inputs": tokens, "targets": tokens}
 
     def __call__(self, source, inputs, targets):
-        """The nats of full examples, without dropout."""
+        """`nats` of examples that fill their rows, without dropout."""
         return self.nats(source, inputs, targets)
 
     def batch_nats(
         self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
     ) -> tuple[jax.Array, Any]:
-        """`nats` of a `streams.CopyBatch`; there is no carry."""
+        """`nats` of a `streams.CopyBatch`; returns the carry unchanged."""
         nats = self.nats(
             batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, temperature
         )
@@ -212,7 +212,7 @@ class EncoderDecoder(Sizes):
         rates: Dropout | None = None,
         temperature: Any = 1.0,
     ) -> jax.Array:
-        """-log p(target) [B, T] of each target given the source [B, S]."""
+        """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
         rates = rates or Dropout()
         check_tokens("source", source)
         xs = jnp.take(self.source_embedding.astype(self.dtype), source.T, axis=0)
@@ -225,13 +225,13 @@ class EncoderDecoder(Sizes):
 
 
 def _fields_of(part: Any, model: nn.Module) -> dict[str, Any]:
-    """The options of a part of a model that the model has under the same names."""
+    """The fields of a part that the model has under the same names, with the model's values."""
     names = {field.name for field in dataclasses.fields(part)} - {"parent", "name"}
     return {name: getattr(model, name) for name in names if hasattr(model, name)}
 
 
 def check_tokens(name: str, tokens: jax.Array) -> None:
-    """Ids [B, T]."""
+    """Refuses anything but a non-empty array [B, T] of integers."""
     check(
         tokens.ndim == 2 and tokens.size > 0,
         f"{name} of shape {tokens.shape} must be [batch, time], none of them empty",
@@ -243,7 +243,7 @@ def check_tokens(name: str, tokens: jax.Array) -> None:
 
 
 def _valid(lengths: jax.Array, tokens: jax.Array) -> jax.Array:
-    """[T, B]: whether a time step is within the example."""
+    """Whether each time step is within its example, [T, B]."""
     check(
         lengths.shape == tokens.shape[:1] and jnp.issubdtype(lengths.dtype, jnp.integer),
         f"lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one integer for each "
@@ -262,7 +262,7 @@ def make_model(
     dtype: str = "float32",
     **options: Any,
 ) -> LanguageModel | EncoderDecoder:
-    """A model from `config.model`: sizes solved from the budget, cell options sorted out."""
+    """Makes a model from the keys of `config.model`; solves the hidden size from a budget."""
     kind = EncoderDecoder if encoder_decoder else LanguageModel
     defaults = {field.name: field.default for field in dataclasses.fields(LanguageModel)}
     of_model = {name: value for name, value in options.items() if name in defaults}
@@ -295,9 +295,10 @@ def make_model(
 
 
 def _accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that this kind of cell has; None stands for the cell's own default.
+    """The options that this kind of cell has; None means the cell's own default.
 
-    The others are named in a warning, unless they ask for nothing: a config has them all.
+    A config has the options of all cells. A warning names those that this cell lacks, if their
+    values are not the defaults.
     """
     kinds: list[Any] = [
         getattr(make, "func", make) for make in (*layers.CELLS.values(), layers.find_cell(cell))
@@ -312,7 +313,7 @@ def _accepted_options(cell: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def embedding_size(hidden_size: int, ratio: float) -> int:
-    """E for a hidden size; a ratio of 1 or more means E = H."""
+    """E = ratio * H, rounded and at least 1; a ratio of 1 or more means E = H."""
     return max(1, round(min(1.0, ratio) * hidden_size))
 
 
@@ -341,9 +342,9 @@ def solve_hidden_size(budget: int, make: Callable[[int], Any]) -> int:
 
 
 def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
-    """How many trainable scalars each part has, by formula: to trace a model takes too long."""
+    """The number of parameters of each part, by formula: tracing a model takes too long."""
     v, h, e = model.vocab_size, model.hidden_size, model.embedding_size
-    # The cell is asked for its options alone.
+    # This cell only gives the options, so its size does not matter.
     cell = layers.find_cell(model.cell)(1, **dict(model.cell_options))
     recurrent = _count_layer(cell, e, h) + (model.num_layers - 1) * _count_layer(cell, h, h)
     if getattr(model, "trainable_initial_state", False):
@@ -365,7 +366,7 @@ def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
 
 
 def _count_layer(cell: Any, d: int, h: int) -> int:
-    """One layer with d inputs and h hidden units; odd rounds gate x, even ones h."""
+    """Counts a layer with d inputs and h hidden units; odd rounds gate x, even ones h."""
     gates = cell.num_gates * h
     count = _count_matrix(d + h, gates, getattr(cell, "gate_rank", 0)) + gates
     count += cell.rounds * _count_matrix(d, h, cell.rank)
@@ -383,5 +384,5 @@ def _count_layer(cell: Any, d: int, h: int) -> int:
 
 
 def _count_matrix(inputs: int, outputs: int, rank: int) -> int:
-    """A dense matrix, or its two factors when the rank is above 0."""
+    """Counts a dense matrix, or its two factors if the rank is above 0."""
     return rank * (inputs + outputs) if rank > 0 else inputs * outputs

@@ -1,11 +1,12 @@
-"""The cells and the fast RNN for Flax NNX: thin shells around those of linen.
+"""The cells and the fast RNN for Flax NNX: thin shells around the modules of linen.
 
     cell = mogrifier_jax.nnx.MogrifierLSTMCell(32, 64, rounds=5, rank=16, rngs=nnx.Rngs(0))
     ys = mogrifier_jax.nnx.RNN(cell)(xs)  # [batch, time, 32] to [batch, time, 64]
 
-A shell holds the parameters, as `nnx.Param`s under the names that they have in linen. It also holds
-a linen module without parameters, which knows the initial values and the mathematics. So both are
-written once, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen cell.
+A shell has the parameters, as `nnx.Param`s under their names in linen. It also has a linen module
+without parameters, which makes the initial values and computes the results. So initial values and
+equations are written once, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen
+cell.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Shell(nnx.Module):
-    """Parameters in NNX of a module of linen, the `spec`."""
+    """An NNX module with the parameters of a linen module, which is `spec`."""
 
     spec: Any
 
@@ -41,11 +42,11 @@ class _Shell(nnx.Module):
         self.hold(self.init_linen(rngs.params(), options).get("params", {}), metadata)
 
     def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
-        """Makes `spec` with these options, and its variables."""
+        """Sets `spec` to a linen module with these options, and returns its variables."""
         raise NotImplementedError
 
     def hold(self, params: Mapping[str, Any], metadata: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes the parameters of linen, each with the metadata under its path ("gates/input")."""
+        """Makes an `nnx.Param` of each parameter, with the metadata of its path ("gates/input")."""
         unknown = metadata.keys() - {f"{g}/{name}" for g, group in params.items() for name in group}
         if unknown:
             raise errors.UsageError(
@@ -61,7 +62,7 @@ class _Shell(nnx.Module):
             setattr(self, group, nnx.Dict(held))
 
     def params(self) -> dict[str, dict[str, jax.Array]]:
-        """The parameters as linen has them."""
+        """The parameters as a dict, in the form that linen takes."""
         return {
             group: {name: leaf[...] for name, leaf in getattr(self, group).items()}
             for group in self.groups
@@ -69,21 +70,21 @@ class _Shell(nnx.Module):
 
 
 class CellShell(_Shell, nnx.RNNCellBase):
-    """What all cells share. `options` are the fields of the linen cell of the same name.
+    """The base class of all cells. `options` are the fields of the linen cell of the same name.
 
-    `metadata` goes to the `nnx.Param`s by path, such as
+    `metadata` gives `nnx.Param`s their metadata by path, such as
     `{"gates/input": {"out_sharding": (None, None, "model")}}`.
     """
 
     linen: type[layers.Cell]
 
     def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
-        """The weights of the cell."""
+        """Makes the linen cell and its weights."""
         self.spec = self.linen(self.hidden_features, **options, parent=None)
         return self.spec.init(key, self.in_features, method="weights")
 
     def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
-        """One step: (carry, inputs [..., in_features]) to (carry, h [..., hidden_features])."""
+        """Makes one step: inputs are [..., in_features], the output h is [..., hidden_features]."""
         result: Any = self.spec.apply({"params": self.params()}, carry, inputs)
         return result
 
@@ -99,7 +100,7 @@ class CellShell(_Shell, nnx.RNNCellBase):
 
     @property
     def num_feature_axes(self) -> int:
-        """Axes of the inputs beside the batch."""
+        """The number of axes of the inputs that are not batch axes."""
         return 1
 
 
@@ -148,19 +149,19 @@ class Mogrifier(_Shell):
     """
 
     def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
-        """The weights of all rounds."""
+        """Makes the linen module and the weights of all rounds."""
         self.spec = layers.Mogrifier(**options, parent=None)
         sizes = (self.in_features, self.hidden_features)
         return self.spec.init(key, *(jax.numpy.zeros(size, self.spec.dtype) for size in sizes))
 
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns x and h, each scaled by gates that read the other."""
+        """Returns x and h; the gates of each read the other."""
         result: Any = self.spec.apply({"params": self.params()}, x, h)
         return result
 
 
 class RNN(nnx.RNN):
-    """`nnx.RNN` with a backward pass that is fast; arguments and results are the same.
+    """`nnx.RNN` with a fast backward pass; arguments and results are the same.
 
     >>> rnn = RNN(MogrifierLSTMCell(4, 8, rngs=nnx.Rngs(0)))
     >>> nnx.jit(rnn)(jax.numpy.ones((2, 7, 4))).shape  # [batch, time, features]
@@ -218,7 +219,7 @@ class RNN(nnx.RNN):
         rngs: Any = None,
         deterministic: bool | None = None,
     ) -> Any:
-        """As `nnx.RNN`."""
+        """Runs the cell over sequences; the arguments mean what they mean in `nnx.RNN`."""
         given = dict(
             initial_carry=initial_carry,
             seq_lengths=seq_lengths,
@@ -252,7 +253,7 @@ class RNN(nnx.RNN):
         return module.apply({"params": {"cell": found.params}}, inputs, rngs=keys, **given)
 
     def in_linen(self) -> from_flax.Pair | None:
-        """The module of linen and its parameters, unless the cell is unknown here."""
+        """The linen cell and its parameters; None if the cell must run step by step."""
         if isinstance(self.cell, CellShell):
             return from_flax.Pair(self.cell.spec, self.cell.params())
         if not self.fast or getattr(self.cell, "carry_init", None) is not None:
@@ -264,7 +265,7 @@ class RNN(nnx.RNN):
 
 
 def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> CellShell:
-    """A shell around a cell of linen and its parameters."""
+    """Makes the NNX cell of a linen cell and its parameters."""
     make = {shell.linen: shell for shell in CellShell.__subclasses__()}[type(cell)]
     fields = {field.name for field in dataclasses.fields(cell)} - {"hidden_size", "parent", "name"}
     options = {name: getattr(cell, name) for name in fields}
