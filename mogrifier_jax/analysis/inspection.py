@@ -95,7 +95,7 @@ def inspect(workdir: str, max_windows: int | None = None) -> tuple[str, dict[str
     opened = open_run(workdir)
     config, vocab = opened.loaded.config, opened.loaded.vocabulary
     if config.data.get("episodic"):
-        raise errors.UsageError(f"{workdir} models lines that stand alone; inspect one of a stream")
+        raise errors.UsageError(f"{workdir} models lines that stand alone; give a run of a stream")
     gates = opened.gates("valid", max_windows).rows()
     scores = opened.scores("valid", max_windows)
     train = np.asarray(opened.plan("train").stream.tokens)

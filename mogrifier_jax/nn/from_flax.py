@@ -108,7 +108,7 @@ def find(cell: nn.Module) -> Match:
         if found is not function:
             raise errors.UsageError(
                 f"{name} {getattr(found, '__name__', found)} of {type(cell).__name__} is not "
-                f"{function.__name__}, and ours have no other"
+                f"{function.__name__}, and our cells have no other"
             )
     if getattr(given, "residual", False):
         raise errors.UsageError("SimpleCell with residual=True has no counterpart here")
