@@ -130,8 +130,8 @@ SECTIONS: dict[str, dict[str, Key]] = {
     },
     "optimizer": {
         "name": Key(str, "adam", choices="training.steps.OPTIMIZERS"),
-        "learning_rate": Key(float, low=0.0, high=1e6, required=True),
-        "l2_penalty": Key(float, low=0.0, high=1e6, required=True),  # Of half the squared norm.
+        "learning_rate": Key(float, low=0.0, high=1e30, required=True),
+        "l2_penalty": Key(float, low=0.0, high=1e30, required=True),  # Of half the squared norm.
         "clip_norm": Key(float, 10.0, low=-1.0, high=1e30),  # Of the gradient; 0 or less: none.
         "b1": RATE,  # Decay of the first moment,
         "b2": RATE._replace(default=0.999),  # of the second, and of rmsprop.

@@ -26,7 +26,7 @@ V, H, E, T, B = 7, 5, 3, 6, 2
         (dict(vocab_size=0), r"vocab_size 0 must be at least 1"),
         (dict(cell_options=dict(rounds=-1)), "rounds -1 must be .* from 0"),
         (dict(cell_options=dict(rank=9)), r"rank 9 is larger than both .* at most 5"),
-        (dict(remat_window=0), r"remat_window 0 must be at least 1"),
+        (dict(remat_window=0), r"remat_window 0 must be a whole number, at least 1"),
     ],
 )
 def test_impossible_models_are_refused(options, words):

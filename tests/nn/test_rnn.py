@@ -409,12 +409,12 @@ def test_fitting_input_of_a_window_is_not_refused():
 @pytest.mark.parametrize(
     "options, given, words",
     [
-        ({"remat_window": 0}, {}, "remat_window 0 must be at least 1"),
-        ({"unroll": 0}, {}, "unroll 0 must be at least 1"),
+        ({"remat_window": 0}, {}, "remat_window 0 must be a whole number, at least 1"),
+        ({"unroll": 0}, {}, "unroll 0 must be a whole number, at least 1"),
         ({"state_dropout": 1.0}, {"deterministic": False}, "dropout rate 1.0 must be at least 0"),
         ({}, {"inputs": XS[0, 0]}, r"inputs \(4,\) must be \[..., time, features\]"),
         ({}, {"seq_lengths": LENGTHS[:2]}, r"seq_lengths of shape \(2,\) .* here \(3,\)"),
-        ({}, {"seq_lengths": np.ones(B)}, "dtype float.* must be one integer for each sequence"),
+        ({}, {"seq_lengths": np.ones(B)}, "seq_lengths .* must be an array of one integer for"),
         ({}, {"initial_carry": ZERO._replace(c=ZERO.c[:2])}, r"carry .*\[2, 6\].* does not fit"),
     ],
 )
