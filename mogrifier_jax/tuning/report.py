@@ -325,8 +325,9 @@ def learning_curves(
             label += metrics.show(best.nats, unit)
         axes.plot(*zip(*points, strict=True), label=None if label in drawn else label, **style)
         drawn.add(label)
-    ends = sorted(nats for _, points in curves for _, nats in points)
-    low, high = ends[0], ends[int(0.98 * (len(ends) - 1))]
+    # The first evaluation is of untrained weights, far above what tells the trials apart.
+    shown = sorted(nats for _, points in curves for _, nats in points[1:] or points)
+    low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
     margin = 0.05 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlabel("optimiser steps")
