@@ -231,7 +231,7 @@ def test_metadata_goes_to_the_parameters():
     whole = cell.gates["recurrent"][...].addressable_shards
     assert {shard.data.shape for shard in whole} == {(H, 4, H)}
     assert_equal(mogrifier_jax.nnx.RNN(cell)(XS), mogrifier_jax.nnx.RNN(make_cell())(XS))
-    with pytest.raises(errors.UsageError, match=r"metadata for gates/kernel, .* no parameter"):
+    with pytest.raises(errors.UsageError, match=r"metadata for gates/kernel, .* not a parameter"):
         make_cell(metadata={"gates/kernel": {}})
 
 
