@@ -9,6 +9,7 @@ was taken over.
 """
 
 import contextlib
+import copy
 import math
 import os
 import pathlib
@@ -291,14 +292,15 @@ class SeededSampler(optuna.samplers.BaseSampler):
 
     def infer_relative_search_space(self, study, trial):
         """Calls the sampler of this trial."""
-        return self._sampler.infer_relative_search_space(study, trial)
+        return self._sampler.infer_relative_search_space(_Judged(study), trial)
 
     def sample_relative(self, study, trial, search_space):
         """Calls the sampler of this trial."""
-        return self._sampler.sample_relative(study, trial, search_space)
+        return self._sampler.sample_relative(_Judged(study), trial, search_space)
 
     def sample_independent(self, study, trial, param_name, param_distribution):
         """Calls the sampler of this trial."""
+        study = _Judged(study)
         return self._sampler.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study, trial, state, values):
@@ -310,7 +312,32 @@ def _make_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
     if name == "random":
         return optuna.samplers.RandomSampler(seed)
     if name == "tpe":
-        return optuna.samplers.TPESampler(
-            seed=seed, multivariate=True, constant_liar=True, warn_independent_sampling=False
-        )
+        return optuna.samplers.TPESampler(seed=seed)
     return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
+
+
+class _Judged:
+    """A study as samplers see it: a diverged or infeasible trial has the worst value of all.
+
+    Optuna's samplers leave out failed trials, so they would suggest such settings again.
+    """
+
+    def __init__(self, study: optuna.Study):
+        self._study = study
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    def _get_trials(self, deepcopy=True, states=None, use_cache=False) -> list[FrozenTrial]:
+        """Optuna's own method of this name, through which its samplers read all trials."""
+        known = self._study._get_trials(deepcopy, None, use_cache)
+        values = [t.value for t in known if t.state == TrialState.COMPLETE and t.value is not None]
+        # It is worse than every other value, but not so far off that it would flatten them.
+        worst = math.nextafter(max(values, default=0.0), math.inf)
+        seen = []
+        for trial in known:
+            if trial.user_attrs.get("outcome") in ("diverged", "infeasible"):
+                trial = copy.copy(trial)
+                trial.state, trial.value = TrialState.COMPLETE, worst
+            seen.append(trial)
+        return [trial for trial in seen if states is None or trial.state in states]

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from optuna.trial import TrialState
 
 from mogrifier_jax import errors
 from mogrifier_jax.tuning import storages, studies, trials
@@ -65,6 +66,44 @@ def test_new_trials_share_the_shapes_of_the_first(storage):
     asked = open_queue(storage, 5).ask(4, shapes=["n"])
     assert len({trial.params["n"] for trial in asked}) == 1
     assert len({trial.params["x"] for trial in asked}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outcome", ["diverged", "infeasible", "lost"])
+def test_a_sampler_turns_away_from_settings_that_have_no_value(tmp_path, outcome):
+    """The best value is at the edge of what works; a trial that was lost tells nothing."""
+    queue, bad = open_queue(str(tmp_path / "journal"), 30, "tpe"), []
+    while asked := queue.ask(2):
+        for trial in asked:
+            x = trial.params["x"]
+            bad.append(x > 0)
+            trial.fail(outcome, "why") if x > 0 else trial.finish(1.0 - x)
+    assert (sum(bad[16:]) < 9) == (outcome != "lost")
+    known = queue.records()
+    assert [r.outcome == outcome and math.isnan(r.nats) for r in known] == bad
+    assert {t.state.name for t, b in zip(queue.study.trials, bad, strict=True) if b} == {"FAIL"}
+
+
+def test_samplers_see_a_trial_that_diverged_as_the_worst_one(tmp_path):
+    queue = open_queue(str(tmp_path / "journal"), 3)
+    good, diverged, lost = queue.ask(3)
+    good.finish(2.0)
+    diverged.fail("diverged", "why")
+    lost.fail("lost", "why")
+    seen = trials._Judged(queue.study)._get_trials(states=(TrialState.COMPLETE,))
+    assert [trial.number for trial in seen] == [good.number, diverged.number]
+    assert seen[0].value == 2.0 < seen[1].value < 2.001
+
+
+def test_failed_trials_change_no_random_draw(tmp_path):
+    def draw(outcome):
+        queue, drawn = open_queue(str(tmp_path / outcome), 12), []
+        while asked := queue.ask(1):
+            drawn += [trial.params for trial in asked]
+            asked[0].fail(outcome, "why") if outcome == "diverged" else asked[0].finish(1.0)
+        return drawn
+
+    assert draw("diverged") == draw("complete")
 
 
 def die(queue, monkeypatch):
