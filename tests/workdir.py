@@ -6,7 +6,7 @@ import numpy as np
 from experiments import text as experiment
 from mogrifier_jax.data import corpora
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import checkpoints, runs, schedule, workdirs
+from mogrifier_jax.training import checkpoints, schedule, workdirs
 from tests import quick
 
 
@@ -30,7 +30,7 @@ def write_run(folder, config, vocab):
         return {"params": params, "average": schedule.make_averaging("triggered").init(params)}
 
     workdirs.write_run_files(folder, config, vocab.to_json())
-    seal = workdirs.seal(config, vocab.to_json(), ignore=runs.FREE_KEYS)
+    seal = workdirs.seal(config, vocab.to_json())
     with checkpoints.Checkpoints(folder, seal=seal) as saved:
         saved.save(3, make_state(jax.random.key(0)), info={"temperature": 0.9}, best=True)
     return folder

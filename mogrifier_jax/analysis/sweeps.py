@@ -121,7 +121,7 @@ def run(
     # All variants run with the first seed before any runs with the next, to show results early.
     jobs = [sweep.make_job(name, seed, workdir) for seed in numbers for name in variants]
     for job in jobs:
-        workdirs.check_config(job.folder, job.config, ignore=runs.FREE_KEYS)
+        workdirs.check_config(job.folder, job.config)
     waiting = [job for job in jobs if not is_done(job.folder)]
     logging.info("%d runs in %s, %d of them done", len(jobs), workdir, len(jobs) - len(waiting))
     done = run_here(waiting) if parallel == 1 else run_beside(sweep, waiting, parallel)

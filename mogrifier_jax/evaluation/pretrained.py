@@ -66,7 +66,7 @@ def load_weights(
     vocab = corpora.Vocabulary.from_json(text)
     model = runs.make_model(config, len(vocab))
     average = schedule.make_averaging(config.averaging.kind)
-    seal = workdirs.seal(config, text, ignore=runs.FREE_KEYS)
+    seal = workdirs.seal(config, text)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)
     total = config.schedule.turns * config.schedule.steps_per_turn

@@ -25,8 +25,6 @@ from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, schedule, steps
 
-# What may differ when a run is resumed, as it does not move its numbers.
-FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
 _BATCH = "data.window or data.batch_size, or set optimizer.accumulate"
 
 

@@ -44,7 +44,7 @@ def train_and_evaluate(
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
     trace = runs.Trace(workdir, profile_steps)
     workdirs.check_place(workdir)
-    workdirs.check_config(workdir, config, ignore=runs.FREE_KEYS)
+    workdirs.check_config(workdir, config)
     with contextlib.ExitStack() as stack:
         # Before anything compiles: what a handler raises inside the compiler would be lost.
         with runs.StopRequests() as stop:
@@ -273,7 +273,7 @@ def open_book(
     """The book of a run, with the files that a workdir begins with."""
     runs.check_memory(run)
     vocabulary = run.task.vocabulary.to_json()
-    seal = workdirs.seal(run.config, vocabulary, ignore=runs.FREE_KEYS)
+    seal = workdirs.seal(run.config, vocabulary)
     workdirs.check_place(workdir)
     with checkpoints.Checkpoints(workdir, seal=seal) as saved:
         workdirs.write_run_files(workdir, run.config, vocabulary)

@@ -23,7 +23,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import IO, Any
 
 import jax
@@ -35,6 +35,8 @@ from mogrifier_jax import configs, errors
 
 # What the weights and their scores depend on; the rest of a config is about how they were found.
 _SEALED = ("model", "data", "dropout", "averaging.kind")
+# What may differ when a run is resumed, as it does not move its numbers.
+FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
 _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
 
@@ -138,12 +140,8 @@ def read_vocabulary(workdir: str | os.PathLike) -> str:
     return path.read_text()
 
 
-def seal(config: config_dict.ConfigDict, vocabulary_json: str, ignore: Collection[str]) -> Any:
-    """What checkpoints remember of the files above, by name: they are refused beside others.
-
-    Args:
-      ignore: keys, or sections, that may change.
-    """
+def seal(config: config_dict.ConfigDict, vocabulary_json: str) -> dict[str, Any]:
+    """What checkpoints remember of the files above, by name: they are refused beside others."""
     # Defaults are left out: a key that a later version adds changes no seal.
     defaults = {name: key.default for name, key in configs.keys().items()}
     values = {
@@ -151,20 +149,14 @@ def seal(config: config_dict.ConfigDict, vocabulary_json: str, ignore: Collectio
         for name, value in configs.flatten(config).items()
         if value != defaults.get(name)
         and configs.is_among(name, _SEALED)
-        and not configs.is_among(name, ignore)
+        and not configs.is_among(name, FREE_KEYS)
     }
     vocabulary = json.dumps(json.loads(vocabulary_json), sort_keys=True).encode()
     return values | {"vocabulary.json: sha256": hashlib.sha256(vocabulary).hexdigest()}
 
 
-def check_config(
-    workdir: str | os.PathLike, config: config_dict.ConfigDict, *, ignore: Collection[str] = ()
-) -> None:
-    """Refuses to go on with another config than the one in the workdir, if there is one.
-
-    Args:
-      ignore: keys, or sections such as "mesh", that may change: they do not move the result.
-    """
+def check_config(workdir: str | os.PathLike, config: config_dict.ConfigDict) -> None:
+    """Refuses to go on with another config than the one in the workdir, if there is one."""
     workdir = pathlib.Path(workdir)
     if not (workdir / "config.json").exists():
         if any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*")):
@@ -173,7 +165,7 @@ def check_config(
                 "from a copy, or use another workdir"
             )
         return
-    differences = configs.differences(read_config(workdir), configs.base(config), ignore)
+    differences = configs.differences(read_config(workdir), configs.base(config), FREE_KEYS)
     if differences:
         listing = "".join(
             f"\n  {name}: {saved} (in the workdir) vs {requested} (requested)"

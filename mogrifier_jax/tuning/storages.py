@@ -1,15 +1,17 @@
 """Where the trials of a study are kept: Optuna's storages, or a Vizier service.
 
 A storage of Optuna is an SQLAlchemy URL, such as sqlite:///study.db or that of a PostgreSQL server,
-or the path of a journal file on a disk that all workers see. `trials.py` hands out the trials of
-such a storage, and `vizier.py` those of a service. A storage that lost trials is refused. The study
-does not start again from nothing.
+or the path of a journal file on a disk that all workers see. `trials.py` hands out the trials. A
+storage that lost trials is refused. The study does not start again from nothing.
+
+Samplers suggest settings for the trials that Optuna keeps. A service makes its own suggestions.
 """
 
 import contextlib
-import fcntl
+import copy
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -21,10 +23,11 @@ import optuna
 import sqlalchemy.exc
 from absl import logging
 from optuna.storages import journal
+from optuna.trial import FrozenTrial, TrialState
 
 from mogrifier_jax import errors
 from mogrifier_jax.training import workdirs
-from mogrifier_jax.tuning import studies, trials, vizier
+from mogrifier_jax.tuning import studies, trials
 
 SAMPLERS = ("gp", "tpe", "random")
 _COPY = "put it back from a copy, or use another --storage and --workdir for a new study"
@@ -75,7 +78,7 @@ def open_queue(
     queue: Any
     if storage.startswith("vizier://"):
         ranges, prunes = study.ranges, prune is not None
-        queue = vizier.VizierQueue(
+        queue = trials.VizierQueue(
             storage, name, ranges, num_trials, workdir=workdir, about=about, prune=prunes
         )
     else:
@@ -148,7 +151,7 @@ def open_study(
         lambda: optuna.create_study(
             storage=_open_storage(storage),
             study_name=name,
-            sampler=trials.SeededSampler(sampler, seed),
+            sampler=SeededSampler(sampler, seed),
             pruner=pruner or optuna.pruners.NopPruner(),
             load_if_exists=True,
         ),
@@ -159,13 +162,9 @@ def open_study(
     if saved is None:
         study.set_user_attr("about", dict(about))
     else:
-        differences = studies.describe_differences(saved, about)
-        if differences:
-            raise errors.UsageError(
-                f"{hide_password(storage)} holds a study {name!r} of another kind:{differences}\n"
-                "Use another --storage or --workdir for a new study, or the same settings to go on "
-                "with it."
-            )
+        there = f"{hide_password(storage)} holds a study {name!r}"
+        remedy = "Use another --storage or --workdir for a new study"
+        studies.check_same(there, saved, about, remedy)
     return study
 
 
@@ -257,10 +256,12 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
         except sqlalchemy.exc.ArgumentError:  # Its text has the URL, perhaps with a password.
             problem = "it is not a URL"
             break
-        except sqlalchemy.exc.SQLAlchemyError as error:
-            problem = str(error).splitlines()[0]
-            break
-        except (OSError, RuntimeError, optuna.exceptions.OptunaError) as error:
+        except (
+            sqlalchemy.exc.SQLAlchemyError,
+            OSError,
+            RuntimeError,
+            optuna.exceptions.OptunaError,
+        ) as error:
             problem = str(error).strip().splitlines()[0]
             break
         # Two workers that create the tables of a new storage may disturb each other.
@@ -289,13 +290,76 @@ def hide_password(storage: str) -> str:
     return shown + "?..." * bool(url.query)
 
 
-@contextlib.contextmanager
-def _one_at_a_time(storage: str) -> Iterator[None]:
-    """Keeps workers of one machine from creating the same file together."""
-    path = storage.removeprefix("sqlite:///") if storage.startswith("sqlite:///") else ""
-    if not path or not pathlib.Path(path).absolute().parent.is_dir():
-        yield
-        return
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _one_at_a_time(storage: str) -> contextlib.AbstractContextManager:
+    """Keeps workers from creating the same SQLite file together."""
+    path = pathlib.Path(storage.removeprefix("sqlite:///"))
+    is_file = storage.startswith("sqlite:///") and path.absolute().parent.is_dir()
+    return workdirs.locked(path.parent) if is_file else contextlib.nullcontext()
+
+
+class SeededSampler(optuna.samplers.BaseSampler):
+    """A sampler whose draws depend only on a seed, the trial's number and the results so far.
+
+    So workers that start together draw different values.
+    """
+
+    def __init__(self, name: str, seed: int):
+        self._name, self._seed = name, seed
+        self._sampler = _make_sampler(name, seed)
+
+    def before_trial(self, study, trial):
+        """Makes a sampler with the seed of this trial."""
+        self._sampler = _make_sampler(self._name, (self._seed << 20) % 2**32 ^ trial.number)
+        self._sampler.before_trial(study, trial)
+
+    def infer_relative_search_space(self, study, trial):
+        """Calls the sampler of this trial."""
+        return self._sampler.infer_relative_search_space(_Judged(study), trial)
+
+    def sample_relative(self, study, trial, search_space):
+        """Calls the sampler of this trial."""
+        return self._sampler.sample_relative(_Judged(study), trial, search_space)
+
+    def sample_independent(self, study, trial, param_name, param_distribution):
+        """Calls the sampler of this trial."""
+        study = _Judged(study)
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(self, study, trial, state, values):
+        """Calls the sampler of this trial."""
+        self._sampler.after_trial(study, trial, state, values)
+
+
+def _make_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed)
+    if name == "tpe":
+        return optuna.samplers.TPESampler(seed=seed)
+    return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
+
+
+class _Judged:
+    """A study as samplers see it: a diverged or infeasible trial has the worst value of all.
+
+    Optuna's samplers leave out failed trials, so they would suggest such settings again.
+    """
+
+    def __init__(self, study: optuna.Study):
+        self._study = study
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._study, name)
+
+    def _get_trials(self, deepcopy=True, states=None, use_cache=False) -> list[FrozenTrial]:
+        """Optuna's own method of this name, through which its samplers read all trials."""
+        known = self._study._get_trials(deepcopy, None, use_cache)
+        values = [t.value for t in known if t.state == TrialState.COMPLETE and t.value is not None]
+        # It is worse than every other value, but not so far off that it would flatten them.
+        worst = math.nextafter(max(values, default=0.0), math.inf)
+        seen = []
+        for trial in known:
+            if trial.user_attrs.get("outcome") in ("diverged", "infeasible"):
+                trial = copy.copy(trial)
+                trial.state, trial.value = TrialState.COMPLETE, worst
+            seen.append(trial)
+        return [trial for trial in seen if states is None or trial.state in states]

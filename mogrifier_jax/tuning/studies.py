@@ -19,6 +19,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import optuna
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
@@ -64,6 +65,14 @@ class Range(NamedTuple):
         if self.scale == "log":
             return self.low * (self.high / self.low) ** place
         return self.low + place * (self.high - self.low)
+
+    @property
+    def distribution(self) -> optuna.distributions.BaseDistribution:
+        """The range as Optuna has it."""
+        low, high, scale = self
+        if scale == "integer":
+            return optuna.distributions.IntDistribution(int(low), int(high))
+        return optuna.distributions.FloatDistribution(low, high, log=scale == "log")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,14 +191,20 @@ def configure(
     return tried.lock()
 
 
-def describe_differences(saved: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
-    """Lists what differs between the study in a storage and the one that is asked for."""
+def check_same(start: str, saved: Mapping[str, Any], asked: Mapping[str, Any], other: str) -> None:
+    """Refuses to go on with a study that is not the one that is asked for.
+
+    `start` begins the sentence, and `other` begins the remedy.
+    """
 
     def fill(about):
         """Adds today's default of each key that a study of an earlier version lacks."""
         return {**about, "config": configs.base(about["config"])} if "config" in about else about
 
-    return "".join(
-        f"\n  {name}: {there} (there) vs {requested} (requested)"
+    lines = [
+        f"  {name}: {there} (there) vs {requested} (requested)"
         for name, there, requested in configs.differences(fill(saved), fill(asked))
-    )
+    ]
+    if lines:
+        remedy = f"{other}, or the same settings to go on with it."
+        raise errors.UsageError("\n".join([f"{start} of another kind:", *lines, remedy]))

@@ -1,18 +1,24 @@
-"""The trials of a study in a storage that any number of workers share: ask, report, finish.
+"""The trials of a study that any number of workers share: ask, report, finish.
 
-Optuna keeps the trials and suggests new ones. This module makes sure that no trial is lost. Every
+`Queue` is for trials that Optuna keeps and suggests. It makes sure that no trial is lost. Every
 worker notes every few seconds that it is alive. If a worker is dead, another one marks its trial as
-failed and adds a new trial, which goes on in the same folder from the last checkpoint.
+failed and adds a new trial, which goes on in the same folder from the last checkpoint. The
+attribute `outcome` of a failed trial says why it failed. A failed trial without this attribute was
+taken over.
 
-The attribute `outcome` of a failed trial says why it failed. A failed trial without this attribute
-was taken over.
+`VizierQueue` is for trials of a Vizier service, which its light client reaches. A worker that is
+started again gets its trials back. If it never comes back, no other worker gets them. The service
+cannot be asked for given shapes, so trials rarely share them. `storages.py` opens the queues.
 """
 
 import contextlib
-import copy
+import hashlib
+import importlib.util
+import json
 import math
 import os
 import pathlib
+import socket
 import threading
 import time
 import warnings
@@ -24,11 +30,13 @@ from absl import logging
 from optuna.trial import FrozenTrial, TrialState
 
 from mogrifier_jax import errors
+from mogrifier_jax.training import workdirs
 from mogrifier_jax.tuning import studies
 
 BEAT_SECONDS = 15.0
 GRACE_SECONDS = 120.0  # A worker without a beat for this long counts as dead.
 MAX_ATTEMPTS = 4  # A trial during which this many workers died is given up.
+OBJECTIVE = "valid_nats"  # The name of the values in a Vizier service.
 
 
 class Pruned(errors.Abandoned):
@@ -53,15 +61,14 @@ class Record(NamedTuple):
 class Trial:
     """One suggestion that this worker tries."""
 
-    def __init__(self, queue: "Queue", trial: optuna.Trial):
-        self._queue, self._trial = queue, trial
+    def __init__(self, study: optuna.Study, trial: optuna.Trial):
+        self._study, self._trial = study, trial
         self.number, self.params = trial.number, trial.params
         self.folder = trial.user_attrs.get("folder", folder_of(trial.number))
         self.attempt = trial.user_attrs.get("attempt", 1)
         self.open = True
         self.beat()
-        for name, value in {"folder": self.folder, "worker": worker_name()}.items():
-            trial.set_user_attr(name, value)
+        self.note(folder=self.folder, worker=worker_name())
 
     def beat(self) -> None:
         """Notes that the trial is being worked on; closes it if another worker has taken over."""
@@ -87,44 +94,34 @@ class Trial:
         """Notes the final value of a trial that came to its end."""
         self._tell(TrialState.COMPLETE, value)
 
-    def prune(self, reason: str) -> None:
-        """Notes that the trial was stopped early because others were better."""
-        self._tell(TrialState.PRUNED, None, outcome="pruned", reason=reason)
-
     def fail(self, outcome: str, reason: str) -> None:
-        """Notes why the trial has no value: it is "infeasible", or it "diverged"."""
-        self._tell(TrialState.FAIL, None, outcome=outcome, reason=reason)
-
-    def put_back(self, *, attempt: int) -> None:
-        """Leaves the trial to the next worker that asks."""
-        if self.open:
-            self.open = False
-            self._queue.requeue(self._queue.study.trials[self.number], attempt)
+        """Notes why the trial has no value: it is "infeasible", it "diverged" or was "pruned"."""
+        state = TrialState.PRUNED if outcome == "pruned" else TrialState.FAIL
+        self._tell(state, None, outcome=outcome, reason=reason)
 
     def _tell(self, state: TrialState, value: float | None, **attributes: Any) -> None:
         if self.open:
-            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-                self.note(**attributes)
+            self.open = False
             try:
-                self._queue.study.tell(self.number, value, state)
+                self.note(**attributes)
+                self._study.tell(self.number, value, state)
             except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
                 logging.warning("trial %d was finished by another worker meanwhile", self.number)
-        self.open = False
 
 
 class Queue:
     """The trials of one study, as one worker sees them."""
 
     def __init__(self, study: optuna.Study, ranges: Mapping[str, studies.Range], target: int):
-        self.study, self.target, self._sampler = study, target, study.sampler
-        self.name = study.study_name
-        self._distributions = {name: _distribution(limits) for name, limits in ranges.items()}
+        self.study, self.name, self.target = study, study.study_name, target
+        self._sampler = study.sampler
+        self._distributions = {name: limits.distribution for name, limits in ranges.items()}
 
     def ask(self, count: int, shapes: Iterable[str] = ()) -> list[Trial]:
         """Up to `count` trials to run now; new ones have the first one's values of `shapes`."""
         self.take_over()
         asked: list[Trial] = []
-        while len(asked) < count and (self.waiting() or len(self.counted()) < self.target):
+        while len(asked) < count and self._has_more():
             fixed = {name: asked[0].params[name] for name in shapes} if asked else {}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -135,7 +132,7 @@ class Queue:
                 trial.set_user_attr("outcome", "surplus")
                 self.study.tell(trial, state=TrialState.FAIL)
                 break
-            asked.append(Trial(self, trial))
+            asked.append(Trial(self.study, trial))
         return asked
 
     @contextlib.contextmanager
@@ -157,13 +154,12 @@ class Queue:
         thread.start()
         try:
             yield
-        except (errors.Interrupted, KeyboardInterrupt):
+        except (KeyboardInterrupt, Exception) as error:
+            failed = not isinstance(error, errors.Interrupted | KeyboardInterrupt)
             for trial in trials:
-                trial.put_back(attempt=trial.attempt)
-            raise
-        except Exception:
-            for trial in trials:
-                trial.put_back(attempt=trial.attempt + 1)
+                if trial.open:
+                    trial.open = False
+                    self.requeue(self.study.trials[trial.number], trial.attempt + failed)
             raise
         finally:
             stopped.set()
@@ -205,28 +201,25 @@ class Queue:
         known = self.study.get_trials(deepcopy=False)
         return {trial.user_attrs.get("folder", folder_of(trial.number)) for trial in known}
 
-    def waiting(self) -> bool:
-        """Whether a trial that was put back waits for a worker."""
-        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
-
     def records(self) -> list[Record]:
         """The records of the trials that count towards the target, in their order."""
         return [_record(trial) for trial in self.counted()]
 
     def counted(self) -> list[FrozenTrial]:
-        """Optuna's trials that count towards the target: see `counts`."""
-        return [t for t in self.study.get_trials(deepcopy=False) if counts(t)]
+        """Optuna's trials that count towards the target: neither taken over nor surplus."""
+        known = self.study.get_trials(deepcopy=False)
+        known = [t for t in known if t.state != TrialState.FAIL or "outcome" in t.user_attrs]
+        return [t for t in known if t.user_attrs.get("outcome") != "surplus"]
+
+    def _has_more(self) -> bool:
+        """Whether a trial that was put back waits for a worker, or new ones are wanted."""
+        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return bool(waiting) or len(self.counted()) < self.target
 
     def _surplus(self) -> set[int]:
         """The numbers of the newest trials beyond the target."""
         first = sorted(self.counted(), key=lambda t: ("continues" not in t.user_attrs, t.number))
         return {trial.number for trial in first[self.target :]}
-
-
-def counts(trial: FrozenTrial) -> bool:
-    """Whether a trial counts towards the target: it was neither taken over nor surplus."""
-    outcome = trial.user_attrs.get("outcome")
-    return outcome != "surplus" and (trial.state != TrialState.FAIL or outcome is not None)
 
 
 def _record(trial: FrozenTrial) -> Record:
@@ -252,13 +245,12 @@ def worker_name() -> str:
 
 def is_stale(trial: FrozenTrial) -> bool:
     """Whether the worker of a running trial is gone."""
-    attributes = trial.user_attrs
     here, _, _ = worker_name().rpartition(" ")
-    place, _, process = attributes.get("worker", "").rpartition(" ")
+    place, _, process = trial.user_attrs.get("worker", "").rpartition(" ")
     if here and place == here and not os.path.exists(f"/proc/{process}"):
         return True  # The worker was a process of this machine.
     started = trial.datetime_start.timestamp() if trial.datetime_start else math.inf
-    return time.time() - attributes.get("heartbeat", started) > GRACE_SECONDS
+    return time.time() - trial.user_attrs.get("heartbeat", started) > GRACE_SECONDS
 
 
 def folder_of(number: int) -> str:
@@ -266,78 +258,143 @@ def folder_of(number: int) -> str:
     return f"trials/{number:04d}"
 
 
-def _distribution(limits: studies.Range) -> optuna.distributions.BaseDistribution:
-    """A range as Optuna's kind of distribution."""
-    if limits.scale == "integer":
-        return optuna.distributions.IntDistribution(int(limits.low), int(limits.high))
-    return optuna.distributions.FloatDistribution(
-        limits.low, limits.high, log=limits.scale == "log"
-    )
+class VizierQueue:
+    """The trials of one study in a service, as one worker sees them; see `Queue`."""
+
+    def __init__(
+        self,
+        storage: str,
+        name: str,
+        ranges: Mapping[str, studies.Range],
+        target: int,
+        *,
+        workdir: str,
+        about: Mapping[str, Any],
+        prune: bool = False,
+    ):
+        if importlib.util.find_spec("vizier") is None:
+            raise errors.UsageError(
+                f"--storage={storage} needs google-vizier, which is not installed; "
+                "pip install google-vizier"
+            )
+        self.name, self.target, self._ranges, self._prune = name, target, ranges, prune
+        self._worker = _claim_name(workdir)
+        try:
+            self._study = _open_service(storage, name, ranges, about)
+        except errors.UsageError:
+            raise
+        except Exception as error:  # gRPC has many ways to say that nobody answers.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise errors.UsageError(
+                f"--storage={storage} cannot be reached: {reason}; start a Vizier service there"
+            ) from None
+
+    def ask(self, count: int, shapes: Iterable[str] = ()) -> list["_VizierTrial"]:
+        """Up to `count` trials to run now; the trials that this worker had before come first."""
+        del shapes
+        known = self.records()
+        mine = sum(r.outcome == "running" and r.notes["worker"] == self._worker[0] for r in known)
+        count = min(count, max(mine, self.target - len(known)))
+        if count < 1:
+            return []
+        given = self._study.suggest(count=count, client_id=self._worker[0])
+        return [_VizierTrial(client, self._ranges, self._prune) for client in given]
+
+    def hold(self, asked: Sequence["_VizierTrial"]) -> contextlib.AbstractContextManager:
+        """Does nothing: the service knows which worker has a trial."""
+        return contextlib.nullcontext(asked)
+
+    def folders(self) -> set[str]:
+        """The folders of all trials, as paths below the workdir."""
+        return {folder_of(client.id) for client in self._study.trials()}
+
+    def records(self) -> list[Record]:
+        """The records of all trials, in their order."""
+        return [self._record(client.materialize()) for client in self._study.trials()]
+
+    def _record(self, trial: Any) -> Record:
+        notes = json.loads(trial.metadata.get("notes", "{}")) | {"worker": trial.assigned_worker}
+        outcome = notes.get("outcome", "complete") if trial.is_completed else "running"
+        complete = outcome == "complete"
+        nats = trial.final_measurement.metrics[OBJECTIVE].value if complete else math.nan
+        seconds = trial.duration.total_seconds() if trial.duration else math.nan
+        params = {name: trial.parameters.get_value(name) for name in self._ranges}
+        return Record(trial.id, outcome, nats, seconds, params, notes)
 
 
-class SeededSampler(optuna.samplers.BaseSampler):
-    """A sampler whose draws depend only on a seed, the trial's number and the results so far.
+class _VizierTrial:
+    """One suggestion of a service that this worker tries; the methods are those of `Trial`."""
 
-    So workers that start together draw different values.
+    def __init__(self, client: Any, ranges: Mapping[str, studies.Range], prune: bool):
+        self._client, self._prune = client, prune
+        self.number, self.folder = client.id, folder_of(client.id)
+        given = client.parameters
+        # The service returns whole numbers as floats.
+        self.params = {
+            name: int(given[name]) if limits.scale == "integer" else float(given[name])
+            for name, limits in ranges.items()
+        }
+        self._notes: dict[str, Any] = {"folder": self.folder}
+
+    def report(self, turn: int, value: float) -> None:
+        self._client.add_measurement(_measurement(value, turn))
+        if self._prune and self._client.check_early_stopping():
+            raise Pruned(f"stopped by the service at turn {turn}")
+
+    def note(self, **values: Any) -> None:
+        self._notes |= values
+
+    def finish(self, value: float) -> None:
+        self._complete(_measurement(value))
+
+    def fail(self, outcome: str, reason: str) -> None:
+        self.note(outcome=outcome, reason=reason)
+        self._complete(None, reason)
+
+    def _complete(self, measurement: Any, reason: str | None = None) -> None:
+        from vizier.service import pyvizier as vz
+
+        self._client.update_metadata(vz.Metadata({"notes": json.dumps(self._notes)}))
+        self._client.complete(measurement, infeasible_reason=reason)
+
+
+def _measurement(value: float, step: int = 0) -> Any:
+    from vizier.service import pyvizier as vz
+
+    return vz.Measurement(metrics={OBJECTIVE: value}, steps=step)
+
+
+def _open_service(storage: str, name: str, ranges: Mapping[str, studies.Range], about: Any) -> Any:
+    from vizier.service import clients
+    from vizier.service import pyvizier as vz
+
+    clients.environment_variables.server_endpoint = storage.removeprefix("vizier://")
+    config = vz.StudyConfig(algorithm="DEFAULT")
+    space = config.search_space.root
+    for key, (low, high, scale) in ranges.items():
+        if scale == "integer":
+            space.add_int_param(key, int(low), int(high))
+        else:
+            kind = vz.ScaleType.LOG if scale == "log" else vz.ScaleType.LINEAR
+            space.add_float_param(key, low, high, scale_type=kind)
+    goal = vz.ObjectiveMetricGoal.MINIMIZE
+    config.metric_information.append(vz.MetricInformation(OBJECTIVE, goal=goal))
+    config.metadata["about"] = asked = json.dumps(about, sort_keys=True)
+    study = clients.Study.from_study_config(config, owner="mogrifier_jax", study_id=name)
+    saved = json.loads(study.materialize_study_config().metadata.get("about", asked))
+    studies.check_same(f"{storage} holds a study {name!r}", saved, about, "Use another service")
+    return study
+
+
+def _claim_name(workdir: str) -> tuple[str, Any]:
+    """A name that no other worker has now, and the lock that says so.
+
+    The workdir is part of the name, so two workdirs of one host are different workers.
     """
-
-    def __init__(self, name: str, seed: int):
-        self._name, self._seed = name, seed
-        self._sampler = _make_sampler(name, seed)
-
-    def before_trial(self, study, trial):
-        """Makes a sampler with the seed of this trial."""
-        self._sampler = _make_sampler(self._name, (self._seed << 20) % 2**32 ^ trial.number)
-        self._sampler.before_trial(study, trial)
-
-    def infer_relative_search_space(self, study, trial):
-        """Calls the sampler of this trial."""
-        return self._sampler.infer_relative_search_space(_Judged(study), trial)
-
-    def sample_relative(self, study, trial, search_space):
-        """Calls the sampler of this trial."""
-        return self._sampler.sample_relative(_Judged(study), trial, search_space)
-
-    def sample_independent(self, study, trial, param_name, param_distribution):
-        """Calls the sampler of this trial."""
-        study = _Judged(study)
-        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
-
-    def after_trial(self, study, trial, state, values):
-        """Calls the sampler of this trial."""
-        self._sampler.after_trial(study, trial, state, values)
-
-
-def _make_sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
-    if name == "random":
-        return optuna.samplers.RandomSampler(seed)
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed)
-    return optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False)
-
-
-class _Judged:
-    """A study as samplers see it: a diverged or infeasible trial has the worst value of all.
-
-    Optuna's samplers leave out failed trials, so they would suggest such settings again.
-    """
-
-    def __init__(self, study: optuna.Study):
-        self._study = study
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._study, name)
-
-    def _get_trials(self, deepcopy=True, states=None, use_cache=False) -> list[FrozenTrial]:
-        """Optuna's own method of this name, through which its samplers read all trials."""
-        known = self._study._get_trials(deepcopy, None, use_cache)
-        values = [t.value for t in known if t.state == TrialState.COMPLETE and t.value is not None]
-        # It is worse than every other value, but not so far off that it would flatten them.
-        worst = math.nextafter(max(values, default=0.0), math.inf)
-        seen = []
-        for trial in known:
-            if trial.user_attrs.get("outcome") in ("diverged", "infeasible"):
-                trial = copy.copy(trial)
-                trial.state, trial.value = TrialState.COMPLETE, worst
-            seen.append(trial)
-        return [trial for trial in seen if states is None or trial.state in states]
+    place = hashlib.sha256(os.fsencode(os.path.realpath(workdir))).hexdigest()[:8]
+    folder, number = pathlib.Path(workdir) / "workers", 0
+    folder.mkdir(parents=True, exist_ok=True)
+    while not workdirs.lock(lock := workdirs.open_lock(folder / f"{number}.lock")):
+        lock.close()
+        number += 1
+    return f"{socket.gethostname()}-{place}-{number}", lock

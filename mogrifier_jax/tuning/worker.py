@@ -14,10 +14,11 @@ are kept for the next trial of the same shape.
 import collections
 import contextlib
 import copy
+import functools
 import json
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -163,19 +164,17 @@ class Training:
     """Trains the trials; keeps compiled programs for the next trial of the same shape."""
 
     def __init__(
-        self,
-        study: studies.Study,
-        config: config_dict.ConfigDict,
-        workdir: str,
-        parallel: int,
+        self, study: studies.Study, config: config_dict.ConfigDict, workdir: str, parallel: int
     ):
-        self._study, self._config, self._workdir = study, config, workdir
-        self._parallel = parallel
+        self._study, self._config = study, config
+        self._workdir, self._parallel = workdir, parallel
         names = (name.split(".") for name in study.ranges)
         self._tuned = tuple(key for section, key in names if section == "dropout")
-        self._programs: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-        self._alone = Site.alone(config)
-        self._together = Site.together(parallel) if parallel > 1 else self._alone
+        self._programs: collections.OrderedDict[Hashable, train.Compiled] = (
+            collections.OrderedDict()
+        )
+        self._alone = Site(runs.make_mesh(config))
+        self._together = Site(programs.make_mesh(parallel)) if parallel > 1 else self._alone
         # This refuses an impossible experiment before any trial.
         run = self._make_run(studies.configure(study, config, {}), self._together)
         self.unit = run.task.score_unit
@@ -195,57 +194,37 @@ class Training:
                 num_params=sum(models.count_parameters(run.model).values()),
             )
             groups.setdefault(shape_of(run), []).append((trial, run))
-        for shape, group in groups.items():
-            if len(group) == 1:
-                self._run_alone(*group[0])
-            else:
-                self._run_together(shape, *zip(*group, strict=True))
+        for group in groups.values():
+            self._train(*zip(*group, strict=True))
 
-    def _run_alone(self, trial: trials.Trial, run: runs.Run) -> None:
-        """Trains one trial on all devices, as `train.py` does."""
-        if self._alone is not self._together:
-            run = self._make_run(run.config, self._alone)
-        compiled = self._program((1, shape_of(run)), lambda: programs.Alone(run))
-        self._train([trial], [run], compiled)
-
-    def _run_together(
-        self, shape: Hashable, asked: Sequence[trials.Trial], made: Sequence[runs.Run]
-    ) -> None:
-        """Trains several trials of one shape in one program."""
-        mesh, size = self._together.mesh, self._parallel
-        compiled = self._program((size, shape), lambda: programs.Together(made[0], size, mesh))
-        self._train(asked, made, compiled)
-
-    def _train(
-        self, asked: Sequence[trials.Trial], made: Sequence[runs.Run], compiled: Any
-    ) -> None:
-        folders = [self._folder(*pair) for pair in zip(asked, made, strict=True)]
+    def _train(self, asked: Sequence[trials.Trial], made: Sequence[runs.Run]) -> None:
+        """Trains trials of one shape in one program; one alone uses all devices."""
+        size = self._parallel if len(asked) > 1 else 1
+        if size == 1 and self._alone is not self._together:
+            made = [self._make_run(made[0].config, self._alone)]
+        folders = [os.path.join(self._workdir, trial.folder) for trial in asked]
         with contextlib.ExitStack() as stack:
-            books = [
-                stack.enter_context(train.open_book(run, folder, trial.report))
-                for trial, run, folder in zip(asked, made, folders, strict=True)
-            ]
-            outcomes = train.train(books, compiled)
+            books = []
+            for trial, run, folder in zip(asked, made, folders, strict=True):
+                workdirs.check_config(folder, run.config)
+                books.append(stack.enter_context(train.open_book(run, folder, trial.report)))
+            outcomes = train.train(books, self._program(made[0], size))
         for told in zip(asked, folders, outcomes, strict=True):
             self._tell(*told)
 
     def _make_run(self, config: config_dict.ConfigDict, place: "Site") -> runs.Run:
         return runs.make_run(config, place.of_runs, place.task(config), tuned=self._tuned)
 
-    def _program(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The kept program for a shape, or a new one."""
+    def _program(self, run: runs.Run, size: int) -> train.Compiled:
+        """The kept program for `size` runs of this shape, or a new one."""
+        key = size, shape_of(run)
         if key not in self._programs:
-            self._programs[key] = make()
+            together = functools.partial(programs.Together, count=size, mesh=self._together.mesh)
+            self._programs[key] = programs.Alone(run) if size == 1 else together(run)
         self._programs.move_to_end(key)
         if len(self._programs) > KEPT_PROGRAMS:
             self._programs.popitem(last=False)
         return self._programs[key]
-
-    def _folder(self, trial: trials.Trial, run: runs.Run) -> str:
-        """The workdir of a trial; refuses a folder of another run."""
-        folder = os.path.join(self._workdir, trial.folder)
-        workdirs.check_config(folder, run.config, ignore=runs.FREE_KEYS)
-        return folder
 
     def _tell(self, trial: trials.Trial, folder: str, outcome: train.Outcome) -> None:
         """Notes the value of a trial, or why it has none."""
@@ -255,7 +234,7 @@ class Training:
             trial.note(**{name: outcome[name] for name in names})
             trial.finish(outcome["valid_nats"])
         elif isinstance(outcome, trials.Pruned):
-            trial.prune(str(outcome))
+            trial.fail("pruned", str(outcome))
         elif isinstance(outcome, trials.Lost):
             logging.warning("%s", outcome)
         else:
@@ -304,21 +283,11 @@ class Adapting:
 class Site:
     """The devices that trials run on, and the tasks that are loaded there."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, of_runs: jax.sharding.Mesh):
-        self.mesh, self.of_runs = mesh, of_runs
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self.mesh = mesh
+        # Each of several runs side by side is on one device, perhaps with others.
+        self.of_runs = programs.home(mesh) if "trial" in mesh.shape else mesh
         self._tasks: dict[str, tasks.Task] = {}
-
-    @classmethod
-    def alone(cls, config: config_dict.ConfigDict) -> "Site":
-        """The mesh of the config, for one run on all devices."""
-        mesh = runs.make_mesh(config)
-        return cls(mesh, mesh)
-
-    @classmethod
-    def together(cls, count: int) -> "Site":
-        """A mesh for `count` runs side by side; each is on one device, perhaps with others."""
-        mesh = programs.make_mesh(count)
-        return cls(mesh, programs.home(mesh))
 
     def task(self, config: config_dict.ConfigDict) -> tasks.Task:
         """The task of a config; trials with the same data share one task."""
@@ -342,10 +311,7 @@ def shape_of(run: runs.Run) -> Hashable:
 def plain_config(config: config_dict.ConfigDict) -> dict[str, Any]:
     """A config as plain values, without the keys that cannot change the result."""
     values = json.loads(config.to_json_best_effort())
-    for name in runs.FREE_KEYS:
-        *sections, key = name.split(".")
-        part = values
-        for section in sections:
-            part = part.get(section, {})
-        part.pop(key, None)
+    for name in workdirs.FREE_KEYS:
+        section, _, key = name.rpartition(".")
+        (values[section] if section else values).pop(key, None)
     return values

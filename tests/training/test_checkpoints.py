@@ -484,11 +484,11 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     workdirs.check_config(tmp_path, config)  # A new workdir agrees with all.
     workdirs.write_run_files(tmp_path, config, "[]")
     config.mesh.data = 8
-    workdirs.check_config(tmp_path, config, ignore={"mesh"})
+    workdirs.check_config(tmp_path, config)
     config.model.rounds = 3
     config.optimizer.momentum = 0.5
     with pytest.raises(errors.UsageError) as error:
-        workdirs.check_config(tmp_path, config, ignore={"mesh"})
+        workdirs.check_config(tmp_path, config)
     assert "model.rounds: 5 (in the workdir) vs 3 (requested)" in str(error.value)
     assert "optimizer.momentum: 0.0 (in the workdir) vs 0.5 (requested)" in str(error.value)
     assert "mesh" not in str(error.value)

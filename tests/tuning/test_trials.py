@@ -90,7 +90,7 @@ def test_samplers_see_a_trial_that_diverged_as_the_worst_one(tmp_path):
     good.finish(2.0)
     diverged.fail("diverged", "why")
     lost.fail("lost", "why")
-    seen = trials._Judged(queue.study)._get_trials(states=(TrialState.COMPLETE,))
+    seen = storages._Judged(queue.study)._get_trials(states=(TrialState.COMPLETE,))
     assert [trial.number for trial in seen] == [good.number, diverged.number]
     assert seen[0].value == 2.0 < seen[1].value < 2.001
 
@@ -214,7 +214,7 @@ def test_the_median_rule_stops_trials(tmp_path):
     with pytest.raises(trials.Pruned, match="above the median of the trials at turn 1"):
         for turn in range(3):
             bad.report(turn, 9.0)
-    bad.prune("why")
+    bad.fail("pruned", "why")
     assert outcomes(queue)[-1] == (6, "pruned") and math.isnan(queue.records()[-1].nats)
 
 

@@ -12,7 +12,7 @@ import types
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, trials, vizier, worker
+from mogrifier_jax.tuning import storages, studies, trials, worker
 
 STORAGE = "vizier://here:1234"
 RANGES = {
@@ -127,9 +127,9 @@ def service(monkeypatch):
     for name, module in {"": package, ".clients": clients, ".pyvizier": vz}.items():
         monkeypatch.setitem(sys.modules, f"vizier.service{name}", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vizier")
-    claim, claimed = vizier._claim_name, []
+    claim, claimed = trials._claim_name, []
     monkeypatch.setattr(
-        vizier, "_claim_name", lambda workdir: claimed.append(claim(workdir)) or claimed[-1]
+        trials, "_claim_name", lambda workdir: claimed.append(claim(workdir)) or claimed[-1]
     )
     yield kept
     for _, lock in claimed:  # Which workers have until they end.
@@ -137,7 +137,7 @@ def service(monkeypatch):
 
 
 def open_queue(workdir, target=3, storage=STORAGE, about=None, **options):
-    return vizier.VizierQueue(
+    return trials.VizierQueue(
         storage, "test", RANGES, target, workdir=str(workdir), about=about or {"a": 1}, **options
     )
 
@@ -162,7 +162,7 @@ def test_trials_go_to_their_ends_and_are_told(service, tmp_path):
     done.report(1, 2.5)
     done.note(hidden_size=7)
     done.finish(2.0)
-    pruned.prune("above the median")
+    pruned.fail("pruned", "above the median")
     bad.fail("diverged", "the loss is not finite")
     there = list(service["mogrifier_jax", "test"].trials())
     assert [(m.steps, m.metrics["valid_nats"].value) for m in there[0].measurements] == [(1, 2.5)]
@@ -194,8 +194,6 @@ def test_a_trial_stops_when_the_service_says_so_and_pruning_is_on(service, tmp_p
 def test_a_worker_gets_back_what_it_had_and_another_does_not(service, tmp_path):
     first = open_queue(tmp_path, target=2)
     (trial,) = first.ask(1)
-    trial.put_back(attempt=1)
-    assert not trial.open
     other = open_queue(tmp_path, target=2)  # While the first has its name.
     (new,) = other.ask(2)
     assert new.number == 2
