@@ -32,7 +32,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import montecarlo, pretrained
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, leaves, workdirs
+from mogrifier_jax.training import evaluate, leaves, programs, workdirs
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 MAX_WINDOWS = 500  # Windows that the gradient statistics use, as in the paper.
@@ -210,7 +210,7 @@ class DynamicEvaluation:
                 grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
                 return update_weights(adapted, params, grads, statistics, setting), end, nats
 
-            adapted, carry, nats = side_by_side(one, *state, *each)
+            adapted, carry, nats = programs.side_by_side(one)(*state, *each)
             return (adapted, carry), nats
 
         batch_at = functools.partial(self.plan.batch_at, stream)
@@ -219,14 +219,6 @@ class DynamicEvaluation:
     def _blocks(self, count: int) -> list[range]:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
         return [range(i * size, min(count, (i + 1) * size)) for i in range(num_blocks)]
-
-
-def side_by_side(one, *args):
-    """`vmap`, but a single item runs without the extra axis: a CPU is slower at batched matmuls."""
-    if jax.tree.leaves(args)[0].shape[0] > 1:
-        return jax.vmap(one)(*args)
-    alone = one(*jax.tree.map(lambda a: a[0], args))
-    return jax.tree.map(lambda a: a[None], alone)
 
 
 def update_weights(adapted, params, grads, statistics: Statistics, setting: UpdateRule):

@@ -10,7 +10,7 @@ carries the runs out.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax.training import evaluate, runs, steps
 
-
-class States(NamedTuple):
-    """The states of N runs."""
-
-    shared: Any  # Step and key.
-    stacked: Any  # Weights, optimizer, averages and carries, [N, ...].
+# The axes of a stack of states; None is what all runs share.
+STACK = steps.TrainState(step=None, params=0, opt_state=0, average=0, carry=0, key=None)  # type: ignore[arg-type]
 
 
 def make_mesh(count: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -41,67 +37,66 @@ def home(mesh: Mesh) -> Mesh:
     return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def side_by_side(
-    function: Callable[..., tuple], mesh: Mesh, in_axes: Sequence[int | None], out_axes: Any
-) -> Callable[..., tuple]:
-    """A function of N runs, each device with its share; axes are 0, or None for what is shared."""
+def side_by_side(function: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Any:
+    """`vmap`, but one item alone has no extra axis: a CPU is slower at batched matmuls."""
 
-    def on_a_device(*args):
-        count = jax.tree.leaves(args[in_axes.index(0)])[0].shape[0]
-        if count > 1:
+    def call(*args):
+        stacked = jax.tree.leaves(
+            map_axes(lambda axis, part: part if axis == 0 else (), in_axes, args)
+        )
+        if stacked[0].shape[0] > 1:
             return jax.vmap(function, in_axes, out_axes)(*args)
-        # The program of one run alone: batched matmuls may be slower.
-        args = tuple(_map(lambda a: a[0], args, in_axes))
-        return tuple(_map(lambda a: a[None], function(*args), out_axes))
+        args = change_stacked(lambda a: a[0], in_axes, args)
+        return change_stacked(lambda a: a[None], out_axes, function(*args))
 
+    return call
+
+
+def map_axes(function: Callable[..., Any], axes: Any, *values: Any) -> Any:
+    """Calls function(axis, *parts) for each axis and the parts of the values that have it."""
+    return jax.tree.map(function, axes, *values, is_leaf=lambda axis: axis is None)
+
+
+def change_stacked(change: Callable[..., Any], axes: Any, *values: Any) -> Any:
+    """Changes the leaves that are stacked; of what is shared the first value is taken."""
+
+    def change_part(axis, *parts):
+        return parts[0] if axis is None else jax.tree.map(change, *parts)
+
+    return map_axes(change_part, axes, *values)
+
+
+def places(mesh: Mesh, axes: Any) -> Any:
+    """Where values with these axes lie. jit is told: for another place it would compile again."""
+    specs = {0: PartitionSpec("trial"), None: PartitionSpec()}
+    return map_axes(lambda axis: NamedSharding(mesh, specs[axis]), axes)
+
+
+def spread(
+    function: Callable[..., Any], mesh: Mesh, in_axes: Any, out_axes: Any
+) -> Callable[..., Any]:
+    """A function of N runs, each device with its share."""
     return jax.shard_map(
-        on_a_device,
+        side_by_side(function, in_axes, out_axes),
         mesh=mesh,
-        in_specs=tuple(place.spec for place in places(mesh, in_axes)),
-        out_specs=tuple(place.spec for place in places(mesh, out_axes)),
+        in_specs=jax.tree.map(lambda place: place.spec, places(mesh, in_axes)),
+        out_specs=jax.tree.map(lambda place: place.spec, places(mesh, out_axes)),
         check_vma=False,
     )
 
 
-def places(mesh: Mesh, axes: Sequence[int | None]) -> tuple[NamedSharding, ...]:
-    """Where values with these axes lie. jit is told: for another place it would compile again."""
-    specs = (PartitionSpec("trial") if axis == 0 else PartitionSpec() for axis in axes)
-    return tuple(NamedSharding(mesh, spec) for spec in specs)
-
-
-def _map(change, values, axes):
-    """Changes the leaves of those values that have an axis."""
-    pairs = zip(values, axes, strict=True)
-    return [jax.tree.map(change, value) if axis == 0 else value for value, axis in pairs]
-
-
-def train_steps(shared, stacked, stream, hyper, *, program, num_steps):
-    """`steps.train_steps` of one run, its state in two parts."""
-    state = steps.TrainState(**shared, **stacked)
-    state, metrics = steps.train_steps(state, stream, hyper, program=program, num_steps=num_steps)
-    return *split(state), metrics
-
-
-def split(state: steps.TrainState) -> States:
-    """What all runs share, and what each has of its own."""
-    names = ("step", "key")
-    parts = {name: getattr(state, name) for name in state.__dataclass_fields__}
-    return States({n: parts.pop(n) for n in names}, parts)
-
-
 def jit_steps(program: steps.Program, mesh: Mesh) -> jax.stages.Wrapped:
-    """(shared, stacked, stream, hyper, num_steps=...) to the same two parts and metrics [N, S]."""
+    """(state, stream, hyper, num_steps=...) to (state, metrics [N, S]) of a stack."""
 
-    def call(shared, stacked, stream, hyper, *, num_steps):
-        one = functools.partial(train_steps, program=program, num_steps=num_steps)
-        spread = side_by_side(one, mesh, (None, 0, None, 0), (None, 0, 0))
-        return spread(shared, stacked, stream, hyper)
+    def train_steps(state, stream, hyper, *, num_steps):
+        one = functools.partial(steps.train_steps, program=program, num_steps=num_steps)
+        return spread(one, mesh, (STACK, None, 0), (STACK, 0))(state, stream, hyper)
 
     return jax.jit(
-        call,
+        train_steps,
         static_argnames="num_steps",
-        donate_argnames="stacked",
-        out_shardings=places(mesh, (None, 0, 0)),
+        donate_argnames="state",
+        out_shardings=places(mesh, (STACK, 0)),
     )
 
 
@@ -113,97 +108,84 @@ class Together:
 
     def __init__(self, run: runs.Run, count: int, mesh: Mesh):
         self.run, self.count, self.mesh = run, count, mesh
-        self._everywhere, self._over_trials = places(mesh, (None, 0))
         average = run.program.average
         self._steps = jit_steps(run.program, mesh)
-        self._init = jax.jit(lambda: split(run.init_state()), out_shardings=self._everywhere)
-        self._candidates = self._jit(lambda a, p: (average.candidates(a, p),), (0, 0), (0,))
-        self._value = self._jit(lambda a, p: (average.value(a, p),), (0, 0), (0,))
+        self._init = jax.jit(run.init_state, out_shardings=places(mesh, None))
+        self._candidates = self._jit(average.candidates, (0, 0))
+        self._value = self._jit(average.value, (0, 0))
 
         def after_evaluation(state, start, xes):
             state = average.after_evaluation(state, *xes)
-            on = jax.tree.map(lambda a, b: jnp.where(start, a, b), average.start(state), state)
-            return (on,)
+            return jax.tree.map(lambda a, b: jnp.where(start, a, b), average.start(state), state)
 
-        self._after_evaluation = self._jit(after_evaluation, (0, 0, 0), (0,))
+        self._after_evaluation = self._jit(after_evaluation, (0, 0, 0))
         self._evaluate = run.turn_evaluation(
             make=functools.partial(StackedPass, count=count, mesh=mesh)
         )
 
-    def _jit(self, function, in_axes, out_axes):
-        spread = side_by_side(function, self.mesh, in_axes, out_axes)
-        return jax.jit(spread, out_shardings=places(self.mesh, out_axes))
+    def _jit(self, function, in_axes):
+        together = spread(function, self.mesh, in_axes, 0)
+        return jax.jit(together, out_shardings=places(self.mesh, 0))
 
     def _fill(self, values: Sequence[Any], value: Any) -> list[Any]:
         """As many values as the program has runs."""
         return [*values, *[value] * (self.count - len(values))]
 
-    def init(self) -> States:
+    def init(self) -> steps.TrainState:
         """Fresh states, all the same: they differ in what is done to them."""
-        one = self._init()
-        return self.stack([steps.TrainState(**one.shared, **one.stacked)])
+        return self.stack([self._init()])
 
-    def stack(self, states: Sequence[steps.TrainState]) -> States:
+    def stack(self, states: Sequence[steps.TrainState]) -> steps.TrainState:
         """States of runs at the same step as one, the first one repeated to fill it up."""
-        parts = [split(state) for state in states]
-        trees = jax.device_get([part.stacked for part in parts])
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *self._fill(trees, trees[0]))
-        shared = jax.device_put(parts[0].shared, self._everywhere)
-        return States(shared, jax.device_put(stacked, self._over_trials))
+        filled = self._fill(states, states[0])
+        stacked = change_stacked(lambda *leaves: np.stack(leaves), STACK, *filled)
+        return jax.device_put(stacked, places(self.mesh, STACK))
 
-    def unstack(self, state: States, number: int) -> list[steps.TrainState]:
+    def unstack(self, state: steps.TrainState, number: int) -> list[steps.TrainState]:
         """The states of the first `number` runs, each on the first device."""
         # Copied: on a CPU this may be a view of memory that is donated later.
-        host = jax.tree.map(np.array, state.stacked)
+        host = change_stacked(np.array, STACK, state)
         place = NamedSharding(home(self.mesh), PartitionSpec())
-        shared = jax.device_put(state.shared, place)
         return [
-            steps.TrainState(
-                **shared, **jax.device_put(jax.tree.map(lambda leaf, i=i: leaf[i], host), place)
-            )
+            jax.device_put(change_stacked(lambda leaf, i=i: leaf[i], STACK, host), place)
             for i in range(number)
         ]
 
-    def step_of(self, state: States) -> int:
-        """How many steps each run has made."""
-        return int(state.shared["step"])
-
     def train_steps(
-        self, state: States, hyper: Sequence[steps.Hyperparameters], num_steps: int
-    ) -> tuple[States, dict[str, np.ndarray]]:
+        self, state: steps.TrainState, hyper: Sequence[steps.Hyperparameters], num_steps: int
+    ) -> tuple[steps.TrainState, dict[str, np.ndarray]]:
         """Some steps of all runs, and the metrics of each, [N, S]."""
         columns = jax.tree.map(
             lambda *values: np.asarray(values, np.float32), *self._fill(hyper, hyper[0])
         )
-        shared, stacked, found = self._steps(
-            *state,
-            self.run.task.stream,
-            jax.device_put(columns, self._over_trials),
-            num_steps=num_steps,
-        )
-        return States(shared, stacked), jax.tree.map(np.asarray, found)
+        columns = jax.device_put(columns, places(self.mesh, 0))
+        state, found = self._steps(state, self.run.task.stream, columns, num_steps=num_steps)
+        return state, jax.tree.map(np.asarray, found)
 
-    def evaluate_turn(self, state: States) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
+    def evaluate_turn(
+        self, state: steps.TrainState
+    ) -> tuple[list[list[evaluate.Scores]], np.ndarray]:
         """Scores by candidate, then by run, and which runs are averaged."""
-        average = state.stacked["average"]
-        (weights,) = self._candidates(average, state.stacked["params"])
+        weights = self._candidates(state.average, state.params)
         scores = [self._evaluate(candidate) for candidate in weights]
-        averaged = np.asarray(self.run.program.average.is_on(average))
+        averaged = np.asarray(self.run.program.average.is_on(state.average))
         return scores, np.broadcast_to(averaged, self.count)
 
-    def after_evaluation(self, state: States, start: Any, xes: Sequence[Any]) -> States:
+    def after_evaluation(
+        self, state: steps.TrainState, start: Any, xes: Sequence[Any]
+    ) -> steps.TrainState:
         """Averages after the candidates of all runs have been scored; `start` says whose begin."""
         start, xes = np.asarray(start), tuple(np.asarray(xe, np.float32) for xe in xes)
-        (average,) = self._after_evaluation(state.stacked["average"], start, xes)
-        return state._replace(stacked=state.stacked | {"average": average})
+        average = self._after_evaluation(state.average, start, xes)
+        return dataclasses.replace(state, average=average)
 
     def score(
         self, states: Sequence[steps.TrainState], temperatures: Sequence[float]
     ) -> dict[str, np.ndarray]:
         """Nats per token [N] of the averaged weights on validation and test data."""
         # They may be of different steps: only their weights are read.
-        stack = self.stack(states).stacked
-        (weights,) = self._value(stack["average"], stack["params"])
+        stack = self.stack(states)
+        weights = self._value(stack.average, stack.params)
         temperatures = self._fill(temperatures, 1.0)
         return {
             split: self._evaluate.score(split, weights, temperatures) for split in ("valid", "test")
@@ -223,15 +205,15 @@ class StackedPass(evaluate.Deterministic):
         return super()._bind(run, params, scales)
 
     def _jit(self, run):
-        in_place = places(self._mesh, (0, 0))
+        in_place = places(self._mesh, 0)
 
         def zeros():
             carry = evaluate.zero_carry(self.model, self.plan)
             return jax.tree.map(lambda a: jnp.zeros((self._count, *a.shape), a.dtype), carry)
 
-        self._zero_carry = jax.jit(zeros, out_shardings=in_place[0])
-        spread = side_by_side(run, self._mesh, (0, None, 0, None, None, 0), (0, 0))
-        return jax.jit(spread, donate_argnums=2, out_shardings=in_place)
+        self._zero_carry = jax.jit(zeros, out_shardings=in_place)
+        together = spread(run, self._mesh, (0, None, 0, None, None, 0), 0)
+        return jax.jit(together, donate_argnums=2, out_shardings=in_place)
 
 
 class Alone:
@@ -260,10 +242,6 @@ class Alone:
         """The inverse of `stack`."""
         del number
         return [state]
-
-    def step_of(self, state: steps.TrainState) -> int:
-        """How many steps have been made."""
-        return int(state.step)
 
     def train_steps(
         self, state: steps.TrainState, hyper: Sequence[steps.Hyperparameters], num_steps: int

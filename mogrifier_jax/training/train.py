@@ -52,61 +52,46 @@ def train_and_evaluate(
             stop.check()
             book = stack.enter_context(open_book(run, workdir))
             logging.info("\n%s", progress.describe_run(run, workdir))
-            loops = train_turns([book], programs.Alone(run), trace)
-        (results,) = score_best(loops)
-    if isinstance(results, Exception):
+            (loop,) = train_turns([book], programs.Alone(run), trace)
+        loop.score_best()
+    results = book.outcome
+    if not isinstance(results, dict):
         raise results
     if jax.process_index() == 0:
         workdirs.write_json(workdir, "results.json", results)
-        draw_learning_curve(run, workdir)
+        try:
+            progress.learning_curve(workdir, unit=run.task.score_unit)
+        except ImportError:
+            logging.info("no learning_curve.png: matplotlib is not installed")
         logging.info("\n%s", progress.describe_results(results, run.task.score_unit, workdir))
     return results
 
 
-def draw_learning_curve(run: runs.Run, workdir: str) -> None:
-    """Leaves a picture, if there is anything to draw it with."""
-    try:
-        progress.learning_curve(workdir, unit=run.task.score_unit)
-    except ImportError:
-        logging.info("no learning_curve.png: matplotlib is not installed")
-
-
 def train(books: Sequence["Book"], compiled: Compiled) -> list[Outcome]:
     """Trains runs to their ends; returns what came out, by book."""
-    return score_best(train_turns(books, compiled))
+    for loop in train_turns(books, compiled):
+        loop.score_best()
+    return [book.outcome for book in books]
 
 
 def train_turns(
-    books: Sequence["Book"],
-    compiled: Compiled,
-    trace: runs.Trace | None = None,
-) -> dict[int, "Loop"]:
-    """All turns, those runs together that are at the same point; returns the loop of each book."""
+    books: Sequence["Book"], compiled: Compiled, trace: runs.Trace | None = None
+) -> list["Loop"]:
+    """All turns; runs that are at the same point share a loop."""
     with runs.StopRequests() as stop:
         restored = [book.restore() for book in books]
         stop.check()
-        points = [
-            (0 if state is None else int(state.step), len(book.done.history))
-            for state, book in zip(restored, books, strict=True)
-        ]
-        loops: dict[int, Loop] = {}
-        for point in sorted(set(points)):
-            group = [i for i, other in enumerate(points) if other == point]
-            loop = Loop([books[i] for i in group], compiled, trace or runs.Trace("."))
-            states = [state for i in group if (state := restored[i]) is not None]
+        groups: dict[tuple[int, int], list[tuple[Book, Any]]] = {}
+        for book, state in zip(books, restored, strict=True):
+            point = (0 if state is None else int(state.step), len(book.done.history))
+            groups.setdefault(point, []).append((book, state))
+        loops = []
+        for _, group in sorted(groups.items()):
+            loop = Loop([book for book, _ in group], compiled, trace or runs.Trace("."))
+            states = [state for _, state in group if state is not None]
             loop.train(compiled.stack(states) if states else compiled.init())
-            loops |= dict.fromkeys(group, loop)
+            loops.append(loop)
     return loops
-
-
-def score_best(loops: dict[int, "Loop"]) -> list[Outcome]:
-    """The outcome of each book of `train_turns`."""
-    outcomes: dict[int, Any] = {}
-    for loop in dict.fromkeys(loops.values()):
-        loop.score_best()
-        group = sorted(i for i, other in loops.items() if other is loop)
-        outcomes |= dict(zip(group, loop.outcomes, strict=True))
-    return [outcomes[i] for i in sorted(outcomes)]
 
 
 class Book:
@@ -126,6 +111,7 @@ class Book:
     ):
         self.run, self.workdir, self.saved = run, workdir, saved
         self.done = schedule.Progress()
+        self.outcome: Any = None  # An `Outcome` once the run has ended.
         self._on_turn = on_turn
         self._writer: Any = None
 
@@ -151,6 +137,14 @@ class Book:
         """Closes the files."""
         if self._writer is not None:
             self._writer.close()
+
+    @contextlib.contextmanager
+    def keep_end(self) -> Iterator[None]:
+        """What ends this run is kept as its outcome, and does not end the others."""
+        try:
+            yield
+        except (errors.Diverged, errors.Abandoned) as ended:
+            self.outcome = ended
 
     @property
     def stop(self) -> schedule.Stop | None:
@@ -285,22 +279,13 @@ def open_book(
 class Loop:
     """The turns of runs that are at the same step; one that ends early is left out of the rest."""
 
-    def __init__(
-        self,
-        books: Sequence[Book],
-        compiled: Compiled,
-        trace: runs.Trace,
-    ):
+    def __init__(self, books: Sequence[Book], compiled: Compiled, trace: runs.Trace):
         self.books, self._compiled, self._trace = list(books), compiled, trace
-        self.outcomes: list[Outcome | None] = [None] * len(books)
-        self._log_every = compiled.run.config.get("log_every", 20)
 
     @property
     def active(self) -> list[int]:
         """Which runs go on."""
-        return [
-            i for i, book in enumerate(self.books) if self.outcomes[i] is None and not book.stop
-        ]
+        return [i for i, book in enumerate(self.books) if not (book.outcome or book.stop)]
 
     def train(self, state: Any) -> None:
         """Turn after turn, until all have come to an end."""
@@ -311,14 +296,14 @@ class Loop:
                 progress.Bar(
                     run.rules.turns * run.rules.steps_per_turn,
                     run.tokens_per_step * len(self.books),
-                    first_step=self._compiled.step_of(state),
+                    first_step=int(state.step),
                     unit=run.task.score_unit,
                 )
             )
             while active := self.active:
                 if stop.requested():
                     raise self.interrupted(state)
-                if self._compiled.step_of(state) >= self.books[active[0]].end_of_turn:
+                if int(state.step) >= self.books[active[0]].end_of_turn:
                     state = self.evaluate_turn(state)
                 else:
                     state = self.train_some(state)
@@ -327,15 +312,16 @@ class Loop:
 
     def train_some(self, state: Any) -> Any:
         """One dispatch: `log_every` steps, or those that are left of the turn."""
-        step, active = self._compiled.step_of(state), self.active
-        count = min(self._log_every, self.books[active[0]].end_of_turn - step)
+        step, active = int(state.step), self.active
+        left = self.books[active[0]].end_of_turn - step
+        count = min(self._compiled.run.config.log_every, left)
         hyper = [book.hyper for book in self.books]
         started = time.perf_counter()
         with self._trace.steps(step, count):
             state, found = self._compiled.train_steps(state, hyper, count)
         seconds, mean = time.perf_counter() - started, []
         for i in active:
-            with self.outcome_of(i):
+            with self.books[i].keep_end():
                 own = {name: values[i] for name, values in found.items()}
                 mean.append(self.books[i].note_steps(step, own, seconds))
         self._bar.update(step + count, float(np.mean(mean)) if mean else math.nan)
@@ -343,11 +329,11 @@ class Loop:
 
     def evaluate_turn(self, state: Any) -> Any:
         """Evaluates, decides, saves."""
-        step, decided = self._compiled.step_of(state), {}
+        step, decided = int(state.step), {}
         with self._bar.paused():
             scores, averaged = self._compiled.evaluate_turn(state)
         for i in self.active:
-            with self.outcome_of(i):
+            with self.books[i].keep_end():
                 found = [candidate[i] for candidate in scores]
                 decided[i] = self.books[i].decide(step, found, averaged=bool(averaged[i]))
         start = [i in decided and decided[i][0].start_averaging for i in range(len(averaged))]
@@ -355,29 +341,21 @@ class Loop:
         state = self._compiled.after_evaluation(state, start, xes)
         states = self._compiled.unstack(state, len(self.books))
         for i, (decision, best) in decided.items():
-            with self.outcome_of(i):
+            with self.books[i].keep_end():
                 self.books[i].save_turn(states[i], decision, best)
         return state
 
     def score_best(self) -> None:
         """Validation and test scores of the best weights, at the temperature of their turn."""
-        ended = [i for i, outcome in enumerate(self.outcomes) if outcome is None]
+        ended = [book for book in self.books if book.outcome is None]
         if not ended:
             return
-        bests = [self.books[i].restore_best() for i in ended]
+        bests = [book.restore_best() for book in ended]
         temperatures = [best.info["temperature"] for best in bests]
         nats = self._compiled.score([best.state for best in bests], temperatures)
-        for place, (i, best) in enumerate(zip(ended, bests, strict=True)):
-            own = {split: float(values[place]) for split, values in nats.items()}
-            self.outcomes[i] = self.books[i].results(best, own)
-
-    @contextlib.contextmanager
-    def outcome_of(self, i: int) -> Iterator[None]:
-        """What ends one run does not end the others."""
-        try:
-            yield
-        except (errors.Diverged, errors.Abandoned) as ended:
-            self.outcomes[i] = ended
+        for i, (book, best) in enumerate(zip(ended, bests, strict=True)):
+            own = {split: float(values[i]) for split, values in nats.items()}
+            book.outcome = book.results(best, own)
 
     def interrupted(self, state: Any) -> errors.Interrupted:
         """Saves those that go on."""
@@ -385,7 +363,7 @@ class Loop:
         if len(self.books) == 1:
             return self.books[0].interrupted(states[0])
         for i in self.active:
-            with self.outcome_of(i):
+            with self.books[i].keep_end():
                 self.books[i].interrupted(states[i])
-        step = self._compiled.step_of(state)
+        step = int(state.step)
         return errors.Interrupted(f"stopped at step {step}, all saved; the same command goes on")

@@ -185,19 +185,20 @@ def program_text(mesh, count, log_every=2):
     config = make_config()
     task = tasks.make_abstract_task(config.data, mesh)
     run = runs.make_run(config, programs.home(mesh), task)
-    everywhere, over_trials = programs.places(mesh, (None, 0))
-    one = programs.split(jax.eval_shape(run.init_state))
 
-    def each(leaf, sharding=over_trials, lead=(count,)):
-        shape = (*lead, *np.shape(leaf))
-        dtype = getattr(leaf, "dtype", np.float32)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    def place(axis, part):
+        sharding, lead = programs.places(mesh, axis), (count,) if axis == 0 else ()
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                (*lead, *np.shape(leaf)), getattr(leaf, "dtype", np.float32), sharding=sharding
+            ),
+            part,
+        )
 
-    shared = jax.tree.map(lambda leaf: each(leaf, everywhere, ()), one.shared)
-    stack, hyper = jax.tree.map(each, (one.stacked, run.hyper))
-    arguments = (shared, stack, run.task.stream, hyper)
+    given = (jax.eval_shape(run.init_state), run.hyper)
+    state, hyper = programs.map_axes(place, (programs.STACK, 0), given)
     jitted = programs.jit_steps(run.program, mesh)
-    return jitted.lower(*arguments, num_steps=log_every).compile().as_text()
+    return jitted.lower(state, run.task.stream, hyper, num_steps=log_every).compile().as_text()
 
 
 @pytest.mark.slow
