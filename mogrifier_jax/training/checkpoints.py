@@ -72,7 +72,6 @@ class Checkpoints:
                 state=ocp.PyTreeCheckpointHandler(), info=ocp.JsonCheckpointHandler("info.json")
             )
         )
-        self._best = self.best_step
         self._bytes = 0  # Of the last state that was saved.
 
     def __enter__(self) -> "Checkpoints":
@@ -86,7 +85,9 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, whether good or not, in order."""
-        return _list_steps(self._folder)
+        names = [path.name for path in self._folder.glob("*") if path.name.isdecimal()]
+        # "007" and other alphabets are digits too, but not as we write them.
+        return sorted(int(name) for name in names if str(int(name)) == name)
 
     @property
     def latest_step(self) -> int | None:
@@ -96,7 +97,7 @@ class Checkpoints:
     @property
     def best_step(self) -> int | None:
         """The best step, according to the newest checkpoint that can be read."""
-        return next(iter(_best_steps(self._folder)), None)
+        return next(iter(self._best_steps()), None)
 
     def save(self, step: int, state: Any, *, info: dict[str, Any], best: bool) -> None:
         """Saves in the background; the buffers of `state` may be donated as soon as this returns.
@@ -113,11 +114,10 @@ class Checkpoints:
                 f"a checkpoint of step {self.latest_step} is newer than step {step}, which is to "
                 f"be saved; go on from the newest or use another workdir than {self._folder.parent}"
             )
-        self._best = step if best else self._best
         arrays = leaves.to_arrays(state)
         content = {
             "step": step,
-            "best_step": self._best,
+            "best_step": step if best else self.best_step,
             "info": info,
             "seal": dict(self._seal),
             "leaves": leaves.describe(state),
@@ -166,7 +166,6 @@ class Checkpoints:
                     _warn_of_damage(path, failures[step])
                 continue
             if which == "latest" and not self._read_only:
-                self._best = content["best_step"]
                 self._set_aside(failures)
             state = leaves.from_arrays(arrays, abstract_state, content["leaves"])
             return Restored(step, state, content["info"])
@@ -213,7 +212,7 @@ class Checkpoints:
 
     def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
         """The next step to try, read anew as a run may be writing; process 0 decides for all."""
-        candidates = self.steps[::-1] if which == "latest" else _best_steps(self._folder, failures)
+        candidates = self.steps[::-1] if which == "latest" else self._best_steps(failures)
         if which == "best" and not candidates and self.steps:
             raise errors.UsageError(
                 f"no readable checkpoint in {self._folder} names a best step; use the latest one"
@@ -222,6 +221,20 @@ class Checkpoints:
         if jax.process_count() > 1:
             step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
         return None if step < 0 else step
+
+    def _best_steps(self, failures: dict[int, str] | None = None) -> list[int]:
+        """What readable checkpoints, newest first, name as the best; notes why others do not."""
+        best = []
+        for step in self.steps[::-1]:
+            path = self._folder / str(step)
+            try:
+                best.append(_read_content(path)["best_step"])
+            except (ValueError, OSError) as error:
+                # A folder that is gone was removed by the run that is writing.
+                if failures is not None and step not in failures and path.exists():
+                    failures[step] = _shorten(error)
+                    _warn_of_damage(path, failures[step])
+        return list(dict.fromkeys(step for step in best if step is not None))
 
     def _read_verified(
         self,
@@ -288,9 +301,7 @@ class Checkpoints:
             (self._folder / str(step)).rename(self._folder / f"{step}.replaced")
 
     def _prune(self) -> None:
-        for replaced in self._folder.glob("*.replaced"):
-            if replaced.with_suffix("").exists():
-                shutil.rmtree(replaced)
+        _settle_replaced(self._folder)
         steps = self.steps
         newest = steps[-self._keep :]
         try:
@@ -298,7 +309,8 @@ class Checkpoints:
         except (ValueError, OSError):
             return  # A damaged one does not say which was the best: keep them all.
         for step in set(steps) - {*newest, *bests}:
-            _remove(self._folder / str(step))
+            # Renamed first: a folder half removed by a killed run must not look like a checkpoint.
+            shutil.rmtree(_rename_to_free(self._folder / str(step), f"{step}.removed"))
 
     def _set_aside(self, steps: Iterable[int]) -> None:
         if jax.process_index() == 0:
@@ -311,31 +323,6 @@ def _shorten(error: Exception) -> str:
     """The first line of what the storage library says, without its details."""
     text = str(error).strip().split("\n")[0].split(" See full ")[0]
     return text[:200] or type(error).__name__
-
-
-def _list_steps(folder: pathlib.Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    # "007" and other alphabets are digits too, but not as we write them.
-    return sorted(
-        int(path.name)
-        for path in folder.iterdir()
-        if path.name.isdecimal() and str(int(path.name)) == path.name
-    )
-
-
-def _best_steps(folder: pathlib.Path, failures: dict[int, str] | None = None) -> list[int]:
-    """What the readable checkpoints, newest first, name as the best; notes why others do not."""
-    best = []
-    for step in _list_steps(folder)[::-1]:
-        try:
-            best.append(_read_content(folder / str(step))["best_step"])
-        except (ValueError, OSError) as error:
-            # A folder that is gone was removed by the run that is writing.
-            if failures is not None and step not in failures and (folder / str(step)).exists():
-                failures[step] = _shorten(error)
-                _warn_of_damage(folder / str(step), failures[step])
-    return list(dict.fromkeys(step for step in best if step is not None))
 
 
 def _warn_of_damage(path: pathlib.Path, why: str) -> None:
@@ -368,16 +355,16 @@ def _tidy(folder: pathlib.Path) -> None:
     for pattern in ("*.orbax-checkpoint-tmp*", "*.removed*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path)
+    _settle_replaced(folder)
+
+
+def _settle_replaced(folder: pathlib.Path) -> None:
+    """Removes checkpoints that were replaced; takes one back whose place is empty."""
     for path in folder.glob("*.replaced"):
         if path.with_suffix("").exists():
             shutil.rmtree(path)
         else:
             path.rename(path.with_suffix(""))
-
-
-def _remove(path: pathlib.Path) -> None:
-    # Renamed first: a folder half removed when the run is killed must not look like a checkpoint.
-    shutil.rmtree(_rename_to_free(path, f"{path.name}.removed"))
 
 
 def _rename_to_free(path: pathlib.Path, name: str) -> pathlib.Path:

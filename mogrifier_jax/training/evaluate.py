@@ -56,10 +56,6 @@ class Targets(NamedTuple):
         tokens, nats, valid = (a.swapaxes(0, 1) if self.carries else a for a in parts)
         return TokenScores(tokens[valid], nats[valid].astype(np.float32))
 
-    def count(self, windows: int) -> int:
-        """How many tokens the first windows have."""
-        return int(self.valid[:windows].sum())
-
 
 def read_targets(plan: tasks.Plan) -> Targets:
     """Cuts all windows of a plan, without scoring them."""
@@ -236,7 +232,7 @@ def drive(
     def show():
         # Of several results at a time the best one is shown.
         best = np.min(np.where(np.isfinite(total), total, np.inf))
-        return f"{best / max(1, targets.count(len(parts) * chunk)):.4f} nats"
+        return f"{best / max(1, targets.valid[: len(parts) * chunk].sum()):.4f} nats"
 
     for nats, after in dispatches(run, state, windows, chunk, title, show):
         state = after

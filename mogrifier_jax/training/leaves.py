@@ -156,15 +156,14 @@ def _quiet_failure() -> Iterator[None]:
 
 def compute_checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
     """A 64-bit checksum, in hexadecimal, of every array."""
-    sums = jax.device_get({name: _compute(array) for name, array in arrays.items()})
+
+    def compute(x: jax.Array) -> jax.Array:
+        # One compilation per shape. Replicated, so that every process can read the sums.
+        mesh: Any = getattr(x.sharding, "mesh", None)
+        return jax.jit(_checksum, out_shardings=mesh and partitioning.replicated(mesh))(x)
+
+    sums = jax.device_get({name: compute(array) for name, array in arrays.items()})
     return {name: f"{first:08x}{second:08x}" for name, (first, second) in sums.items()}
-
-
-def _compute(x: jax.Array) -> jax.Array:
-    # One compilation per shape. Replicated, so that every process can read the sums.
-    mesh: Any = getattr(x.sharding, "mesh", None)
-    everywhere = mesh and partitioning.replicated(mesh)
-    return jax.jit(_checksum, out_shardings=everywhere)(x)
 
 
 def _checksum(x: jax.Array) -> jax.Array:

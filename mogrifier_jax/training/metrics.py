@@ -1,4 +1,4 @@
-"""Numbers of a run: sums with their counts, files that record them, a bar that shows them.
+"""Numbers of a run: sums with their counts, units, and the files that record them.
 
 `metrics.jsonl` holds one JSON object per line, in the order of the run, and only numbers that
 are the same each time: a resumed run writes the file that the unbroken run would have written.
@@ -103,7 +103,6 @@ class MetricWriter:
         if jax.process_index() != 0:
             return
         workdir = pathlib.Path(workdir)
-        workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / "metrics.jsonl"
         last = -1 if resume_step is None else resume_step
         records = read_metrics(workdir)
@@ -144,8 +143,8 @@ class MetricWriter:
 
     def _append(self, file, record: dict[str, Any], group: str) -> None:
         record = {key: _to_plain(value) for key, value in record.items()}
-        encoded = {key: _encode(value) for key, value in record.items()}
-        file.write(json.dumps(encoded, allow_nan=False) + "\n")
+        odd = {k: str(v) for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)}
+        file.write(json.dumps(record | odd, allow_nan=False) + "\n")
         file.flush()  # So that it can be read while the run goes on.
         if self._board is not None:
             for key, value in record.items():
@@ -184,12 +183,6 @@ def _to_plain(value: Any) -> Any:
     if value.dtype == np.float32:
         return float(str(value[()]))
     return value.item()
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _open_board(folder: pathlib.Path, first_step: int):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mogrifier_jax import partitioning
 from mogrifier_jax.training import evaluate, runs, steps
 
 # The axes of a stack of states; None is what all runs share.
@@ -33,8 +34,7 @@ def make_mesh(count: int, devices: Sequence[Any] | None = None) -> Mesh:
 
 def home(mesh: Mesh) -> Mesh:
     """The first device, which a run is saved from and restored to."""
-    grid = mesh.devices.reshape(-1)[:1].reshape(1, 1)
-    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return partitioning.make_mesh(devices=mesh.devices.flat[:1])
 
 
 def side_by_side(function: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Any:
@@ -145,7 +145,7 @@ class Together:
         """The states of the first `number` runs, each on the first device."""
         # Copied: on a CPU this may be a view of memory that is donated later.
         host = change_stacked(np.array, STACK, state)
-        place = NamedSharding(home(self.mesh), PartitionSpec())
+        place = partitioning.replicated(home(self.mesh))
         return [
             jax.device_put(change_stacked(lambda leaf, i=i: leaf[i], STACK, host), place)
             for i in range(number)

@@ -168,6 +168,9 @@ def describe_run(run: Any, workdir: str) -> str:
     parts = models.count_parameters(model)
     options = dict(model.cell_options)
     arrays = (state.params, state.opt_state, state.average, state.carry)
+    devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
+    if run.mesh.size < jax.device_count():
+        devices = f"{run.mesh.size} of {devices}, to divide the batch"
     sections = {
         "model": [
             ("cell", model.cell),
@@ -186,17 +189,11 @@ def describe_run(run: Any, workdir: str) -> str:
             ("memory of the weights", mebibytes(state.params)),
             ("memory of the state", mebibytes(arrays)),
             ("mesh", ", ".join(f"{name} {size}" for name, size in run.mesh.shape.items())),
-            ("devices", describe_devices(run.mesh.size)),
+            ("devices", devices),
             ("workdir", workdir),
         ],
     }
     return table(sections)
-
-
-def describe_devices(used: int) -> str:
-    """How many there are of which kind, and why not all are used, if so."""
-    count, kind = jax.device_count(), jax.devices()[0].device_kind
-    return f"{count} {kind}" if used == count else f"{used} of {count} {kind}, to divide the batch"
 
 
 def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
@@ -241,9 +238,9 @@ def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.
 
     workdir = pathlib.Path(workdir)
     records = metrics.read_metrics(workdir)
-    train = _points(records, "train", "loss_nats")
-    seen = _points(records, "eval", "train_nats")
-    valid = _points(records, "eval", "valid_nats")
+    train = find_points(records, "train", "loss_nats")
+    seen = find_points(records, "eval", "train_nats")
+    valid = find_points(records, "eval", "valid_nats")
     if not valid.size and not train.size:
         raise errors.UsageError(f"{workdir / 'metrics.jsonl'} has no numbers yet; nothing to draw")
 
@@ -259,18 +256,22 @@ def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.
     _mark_averaging(axes, records)
     _mark_best(axes, records, unit)
     _limit(axes, train[1], np.concatenate([seen[1], valid[1]]))
+    _add_right_axis(axes, unit)
+    return save_curves(axes, "nats per token", workdir / "learning_curve.png")
+
+
+def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:
+    """Labels the axes of curves over steps, and writes the picture."""
     axes.set_xlabel("optimiser steps")
-    axes.set_ylabel("nats per token")
+    axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
-    _add_right_axis(axes, unit)
     axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
-    path = workdir / "learning_curve.png"
-    fig.savefig(path, dpi=150)
+    axes.figure.savefig(path, dpi=150)
     return path
 
 
-def _points(records: list[dict[str, Any]], kind: str, key: str) -> np.ndarray:
+def find_points(records: list[dict[str, Any]], kind: str, key: str) -> np.ndarray:
     """Steps and finite nats of the records of a kind, [2, N]."""
     points = [(r["step"], float(r[key])) for r in records if r["kind"] == kind and key in r]
     found = np.array(points).reshape(-1, 2).T

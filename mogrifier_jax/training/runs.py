@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -106,7 +107,10 @@ def make_run(
     accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
     groups = accumulation["accumulate"]
     optimizer = steps.make_optimizer(**optimizer)
-    rules = schedule.Rules(**config.schedule, **averaging_rules(config.averaging))
+    rules = schedule.Rules(**config.schedule)
+    if config.averaging.kind == "triggered":
+        turns, latest = config.averaging.trigger_turns, config.averaging.trigger_at_the_latest
+        rules = dataclasses.replace(rules, averaging_turns=turns, averaging_at_the_latest=latest)
     average = schedule.make_averaging(config.averaging.kind)
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
@@ -146,16 +150,6 @@ def make_task(config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.
     """The task of a config; its offsets and jitter follow from the seed."""
     stream_key = jax.random.fold_in(jax.random.key(config.seed), 1)
     return tasks.make_task(stream_key, mesh, **config.data)
-
-
-def averaging_rules(section: config_dict.ConfigDict) -> dict[str, Any]:
-    """The triggers of `config.averaging`, as `schedule.Rules` names them."""
-    if section.kind != "triggered":
-        return {}
-    return {
-        "averaging_turns": section.trigger_turns,
-        "averaging_at_the_latest": section.trigger_at_the_latest,
-    }
 
 
 def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None) -> models.Dropout:

@@ -102,9 +102,12 @@ class Decision(NamedTuple):
     drop_learning_rate: bool
 
 
-def decide(progress: Progress, rules: Rules, *, turn: int, xe: float) -> tuple[Progress, Decision]:
-    """Records the evaluation of a turn and makes all its decisions, in order."""
-    progress, improved = record_evaluation(progress, turn, xe)
+def decide(progress: Progress, rules: Rules, xe: float) -> tuple[Progress, Decision]:
+    """Records the evaluation of the next turn and makes all its decisions, in order."""
+    turn, improved = len(progress.history), xe < progress.best_xe  # Never true of NaN.
+    progress = dataclasses.replace(progress, turn=turn, history=(*progress.history, float(xe)))
+    if improved:
+        progress = dataclasses.replace(progress, best_turn=turn, best_xe=float(xe))
     stop = should_stop(progress, rules)
     if stop:
         return progress, Decision(improved, stop, start_averaging=False, drop_learning_rate=False)
@@ -118,17 +121,6 @@ def decide(progress: Progress, rules: Rules, *, turn: int, xe: float) -> tuple[P
             progress, learning_rate_factor=factor, last_drop_turn=progress.turn
         )
     return progress, Decision(improved, None, start, drop)
-
-
-def record_evaluation(progress: Progress, turn: int, xe: float) -> tuple[Progress, bool]:
-    """Adds a validation cross-entropy; the flag says whether it is strictly the best so far."""
-    if turn != len(progress.history):
-        raise ValueError(f"turn {turn} is evaluated after {len(progress.history)} evaluations")
-    progress = dataclasses.replace(progress, turn=turn, history=(*progress.history, float(xe)))
-    improved = xe < progress.best_xe  # Never true of NaN.
-    if improved:
-        progress = dataclasses.replace(progress, best_turn=turn, best_xe=float(xe))
-    return progress, improved
 
 
 def should_stop(progress: Progress, rules: Rules) -> Stop | None:

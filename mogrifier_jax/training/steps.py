@@ -226,22 +226,20 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _adam(b1, b2, eps, momentum):
-    del momentum
-    return scale_by_adam_eps_hat(b1, b2, eps)
-
-
-def _sgd(b1, b2, eps, momentum):
-    del b1, b2, eps
+def _sgd(momentum: float, **_: float) -> optax.GradientTransformation:
     return optax.trace(momentum) if momentum else optax.identity()
 
 
-def _rmsprop(b1, b2, eps, momentum):
+def _rmsprop(b2: float, eps: float, momentum: float, **_: float) -> optax.GradientTransformation:
     # Unlike Adam with b1 = 0 there is no bias correction: early steps are long.
-    return optax.chain(optax.scale_by_rms(decay=b2, eps=eps), _sgd(b1, b2, eps, momentum))
+    return optax.chain(optax.scale_by_rms(decay=b2, eps=eps), _sgd(momentum))
 
 
-OPTIMIZERS = {"adam": _adam, "sgd": _sgd, "rmsprop": _rmsprop}
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adam": lambda b1, b2, eps, momentum: scale_by_adam_eps_hat(b1, b2, eps),
+    "sgd": _sgd,
+    "rmsprop": _rmsprop,
+}
 
 
 def make_optimizer(
@@ -259,21 +257,17 @@ def make_optimizer(
     """
     if name == "adam" and momentum:
         raise errors.UsageError(f"optimizer.momentum {momentum} does nothing in adam: set b1")
-    direction = OPTIMIZERS[name](b1, b2, eps, momentum)
+    direction = OPTIMIZERS[name](b1=b1, b2=b2, eps=eps, momentum=momentum)
     if clip_norm is None or clip_norm <= 0:
         return direction
     return optax.chain(clip_by_global_norm(clip_norm), direction)
 
 
-def add_l2(
-    gradients: optax.Params, params: optax.Params, l2_penalty: jax.typing.ArrayLike
-) -> optax.Params:
+def add_l2(gradients: optax.Params, params: optax.Params, l2_penalty: Any) -> optax.Params:
     """Adds the gradient of l2_penalty / 2 * sum(params^2), biases and embeddings included."""
     return jax.tree.map(lambda g, p: g + l2_penalty * p, gradients, params)
 
 
-def descend(
-    params: optax.Params, direction: optax.Params, learning_rate: jax.typing.ArrayLike
-) -> optax.Params:
+def descend(params: optax.Params, direction: optax.Params, learning_rate: Any) -> optax.Params:
     """One step against the direction."""
     return jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)

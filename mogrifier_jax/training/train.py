@@ -179,11 +179,9 @@ class Book:
         self, step: int, scores: Sequence[evaluate.Scores], *, averaged: bool
     ) -> tuple[schedule.Decision, evaluate.Scores]:
         """Records the scores of all candidates; the best one decides what is to be done."""
-        turn = len(self.done.history)
         best = scores[int(np.argmin([score.valid_nats for score in scores]))]
-        self.done, decision = schedule.decide(
-            self.done, self.run.rules, turn=turn, xe=best.valid_nats
-        )
+        self.done, decision = schedule.decide(self.done, self.run.rules, best.valid_nats)
+        turn = self.done.turn
         self._writer.write(
             step, "eval", turn=turn, **best._asdict(), averaged=averaged, best=decision.improved
         )

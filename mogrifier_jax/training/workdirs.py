@@ -76,7 +76,6 @@ def write_run_files(
         )
     if jax.process_index() != 0:
         return
-    workdir.mkdir(parents=True, exist_ok=True)
     replace_text(workdir / "config.json", config_to_json(config))
     replace_text(path, vocabulary_json)
     write_json(workdir, "version.json", [*_earlier_starts(workdir / "version.json"), versions()])

@@ -17,8 +17,8 @@ def run(curve, **rules):
     """The decisions of a run that sees this curve, up to and including the turn it stops."""
     rules = schedule.Rules(**{"turns": 1000, "steps_per_turn": 1, **rules})
     progress, decisions = schedule.Progress(), []
-    for turn, xe in enumerate(curve):
-        progress, decision = schedule.decide(progress, rules, turn=turn, xe=xe)
+    for xe in curve:
+        progress, decision = schedule.decide(progress, rules, xe)
         decisions.append(decision)
         if decision.stop:
             break
@@ -133,18 +133,12 @@ def test_learning_rate_drops(curve, rules, drops):
 def test_progress_survives_json_in_the_middle_of_a_run():
     rules = schedule.Rules(turns=9, steps_per_turn=1, averaging_turns=2, early_stopping_turns=4)
     unbroken = resumed = schedule.Progress()
-    for turn, xe in enumerate(FLAT[:6]):
-        unbroken, expected = schedule.decide(unbroken, rules, turn=turn, xe=xe)
+    for xe in FLAT[:6]:
+        unbroken, expected = schedule.decide(unbroken, rules, xe)
         resumed = schedule.Progress.from_dict(json.loads(json.dumps(resumed.to_dict())))
-        resumed, decision = schedule.decide(resumed, rules, turn=turn, xe=xe)
+        resumed, decision = schedule.decide(resumed, rules, xe)
         assert decision == expected and resumed == unbroken
     assert unbroken != dataclasses.replace(unbroken, averaging_on=False)
-
-
-def test_a_turn_is_evaluated_once_and_in_order():
-    progress, _ = schedule.record_evaluation(schedule.Progress(), 0, 3.0)
-    with pytest.raises(ValueError, match="turn 2"):
-        schedule.record_evaluation(progress, 2, 3.0)
 
 
 @pytest.mark.parametrize(
