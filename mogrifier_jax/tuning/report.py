@@ -11,7 +11,6 @@ import collections
 import csv
 import io
 import math
-import os
 import pathlib
 import statistics
 from collections.abc import Sequence
@@ -27,6 +26,8 @@ from mogrifier_jax.tuning import studies, trials
 
 WINDOW = 0.15  # The width of the window around the best value, as a share of the range.
 SHOWN = 20  # Trials in the Markdown table.
+NEAR = 0.15  # A trial is near the best if every setting is within this share of its range.
+AT_LEAST = 3  # At least this many count as near: those with the smallest mean distance.
 NOTES = ("hidden_size", "num_params", "best_turn", "temperature", "test_nats", "folder", "reason")
 
 
@@ -42,77 +43,81 @@ class Neighbourhood(NamedTuple):
     median: float | None  # The median of their scores.
 
 
-def write(
-    name: str,
-    known: Sequence[trials.Record],
-    studied: studies.Study,
-    workdir: str | os.PathLike,
-    *,
-    unit: str,
-    config: config_dict.ConfigDict | None = None,
-) -> str:
-    """Writes all files of the report into the workdir and returns the Markdown."""
-    folder = pathlib.Path(workdir)
-    workdirs.replace_text(folder / "trials.csv", to_csv(known, studied))
-    complete = complete_trials(known)
-    if complete and config is not None:
-        source = experiment_source(name, complete[0], studied, config, unit)
-        workdirs.replace_text(folder / "best.py", source)
-    text = to_markdown(name, known, studied, unit)
-    workdirs.replace_text(folder / "report.md", text)
-    try:
-        parallel_coordinates(folder, complete, studied, unit=unit)
-        learning_curves(folder, known, unit=unit)
-    except ImportError:
-        logging.info("no pictures of the study: matplotlib is not installed")
-    logging.info("\n%s", describe(name, known, studied, folder, unit))
-    return text
+class Report(NamedTuple):
+    """A study and its trials; `write` leaves all files of the report in the folder."""
 
+    name: str
+    known: Sequence[trials.Record]
+    studied: studies.Study
+    folder: pathlib.Path
+    unit: str  # Of scores that people read.
+    config: config_dict.ConfigDict | None = None  # Of the experiment, if training is tuned.
 
-def complete_trials(known: Sequence[trials.Record]) -> list[trials.Record]:
-    """The trials that have a value, the best one first."""
-    return sorted((t for t in known if t.outcome == "complete"), key=lambda t: t.nats)
+    @property
+    def complete(self) -> list[trials.Record]:
+        """The trials that have a value, the best one first."""
+        return complete_trials(self.known)
 
+    def write(self) -> None:
+        """Writes all files, and shows what was found."""
+        workdirs.replace_text(self.folder / "trials.csv", self.to_csv())
+        if self.complete and self.config is not None:
+            workdirs.replace_text(self.folder / "best.py", self.experiment_source(self.config))
+        workdirs.replace_text(self.folder / "report.md", self.to_markdown())
+        try:
+            self.draw_parallel_coordinates()
+            self.draw_learning_curves()
+        except ImportError:
+            logging.info("no pictures of the study: matplotlib is not installed")
+        logging.info("\n%s", self.describe())
 
-def to_csv(known: Sequence[trials.Record], studied: studies.Study) -> str:
-    """The content of trials.csv, in the order of the trials."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["number", "outcome", "valid_nats", "seconds", *studied.ranges, *NOTES])
-    for trial in known:
-        seconds = "" if math.isnan(trial.seconds) else f"{trial.seconds:.1f}"
-        value = None if math.isnan(trial.nats) else trial.nats
-        settings = [trial.params.get(name) for name in studied.ranges]
-        notes = [trial.notes.get(name) for name in NOTES]
-        writer.writerow([trial.number, trial.outcome, value, seconds, *settings, *notes])
-    return out.getvalue()
+    def to_csv(self) -> str:
+        """The content of trials.csv, in the order of the trials."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        names = self.studied.ranges
+        writer.writerow(["number", "outcome", "valid_nats", "seconds", *names, *NOTES])
+        for trial in self.known:
+            seconds = "" if math.isnan(trial.seconds) else f"{trial.seconds:.1f}"
+            value = None if math.isnan(trial.nats) else trial.nats
+            settings = [trial.params.get(name) for name in names]
+            notes = [trial.notes.get(name) for name in NOTES]
+            writer.writerow([trial.number, trial.outcome, value, seconds, *settings, *notes])
+        return out.getvalue()
 
+    def to_markdown(self) -> str:
+        """The content of report.md."""
+        counts = collections.Counter(trial.outcome for trial in self.known)
+        summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        lines = [f"# Study {self.name}", "", f"{len(self.known)} trials: {summary or 'none yet'}."]
+        if self.complete:
+            lines += self._best_trials(self.complete)
+        failed = [t for t in self.known if "reason" in t.notes]
+        if failed:
+            lines += ["", "## Without a value", ""]
+            rows = [[t.number, t.outcome, _line(t.notes["reason"])] for t in failed]
+            lines.append(scoring.markdown_table(["trial", "outcome", "reason"], rows))
+        return "\n".join(lines) + "\n"
 
-def to_markdown(
-    name: str, known: Sequence[trials.Record], studied: studies.Study, unit: str
-) -> str:
-    """The content of report.md."""
-    complete = complete_trials(known)
-    counts = collections.Counter(trial.outcome for trial in known)
-    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    lines = [f"# Study {name}", "", f"{len(known)} trials: {summary or 'none yet'}."]
-    if complete:
-        best = complete[0]
-        lines += ["", f"Best: {show(best.nats, unit)} on validation, trial {best.number}.", ""]
-        if studied.adapts:
+    def _best_trials(self, complete: Sequence[trials.Record]) -> list[str]:
+        best, names = complete[0], self.studied.ranges
+        lines = ["", f"Best: {self._show(best)} on validation, trial {best.number}.", ""]
+        if self.studied.adapts:
             flags = " ".join(
-                f"--eval.dyneval.{name if name == 'window' else f'{name}s'}={_show(value)}"
+                f"--eval.dyneval.{name if name == 'window' else f'{name}s'}={value:.4g}"
                 for name, value in best.params.items()
             )
             lines += [f"    --mode=evaluate --eval.methods=dyneval {flags}", ""]
-        lines += ["## Best trials", ""]
-        header = ["trial", "valid nats", unit, *studied.ranges]
-        rows = []
+        header = ["trial", "valid nats", self.unit, *names]
+        rows: list[list[Any]] = []
         for t in complete[:SHOWN]:
-            settings = [_show(t.params[setting]) for setting in studied.ranges]
-            rows.append([t.number, f"{t.nats:.4f}", metrics.number(t.nats, unit), *settings])
-        lines += [scoring.markdown_table(header, rows), "", "## Around the best", ""]
+            settings = [f"{t.params[name]:.4g}" for name in names]
+            rows.append([t.number, f"{t.nats:.4f}", metrics.number(t.nats, self.unit), *settings])
+        lines += ["## Best trials", "", scoring.markdown_table(header, rows)]
         lines += [
+            "",
+            "## Around the best",
+            "",
             f"Each setting in turn is held within {WINDOW:.0%} of its range around its best value. "
             "The other trials in that window are compared with the best one, in nats.",
             "",
@@ -120,22 +125,162 @@ def to_markdown(
         rows = [
             [
                 n.name,
-                _show(n.best),
-                f"{_show(n.low)} to {_show(n.high)}",
+                f"{n.best:.4g}",
+                f"{n.low:.4g} to {n.high:.4g}",
                 n.others,
                 "" if n.nearest is None else f"+{n.nearest - best.nats:.4f}",
                 "" if n.median is None else f"+{n.median - best.nats:.4f}",
             ]
-            for n in neighbourhoods(complete, studied)
+            for n in neighbourhoods(complete, self.studied)
         ]
         header = ["setting", "best", "window", "others", "best of them", "median"]
-        lines.append(scoring.markdown_table(header, rows))
-    failed = [t for t in known if "reason" in t.notes]
-    if failed:
-        lines += ["", "## Without a value", ""]
-        rows = [[t.number, t.outcome, _line(t.notes["reason"])] for t in failed]
-        lines.append(scoring.markdown_table(["trial", "outcome", "reason"], rows))
-    return "\n".join(lines) + "\n"
+        return [*lines, scoring.markdown_table(header, rows)]
+
+    def experiment_source(self, config: config_dict.ConfigDict) -> str:
+        """The source of a Python file whose `get_config` returns the config of the best trial."""
+        best = self.complete[0]
+        tried = studies.configure(self.studied, config, best.params)
+        # A user has chosen the name. Nothing in it may end the docstring.
+        title = self.name.encode("unicode_escape").decode().replace('"', "'")
+        lines = [
+            f'"""The best trial of the study {title}: {self._show(best)} on validation.',
+            "",
+            f"Trial {best.number}; seed {config.seed}.",
+            '"""',
+            "",
+            "from ml_collections import config_dict",
+            "",
+            "",
+            'def get_config(variant=""):',
+            '    """The one config there is."""',
+            '    assert not variant, "this experiment has no variants"',
+            "    config = config_dict.ConfigDict()",
+        ]
+        for key in tried:
+            value = tried[key]
+            if isinstance(value, config_dict.ConfigDict):
+                lines.append(f"    config.{key} = dict(")
+                lines += [f"        {name}={_literal(value, name)}," for name in value]
+                lines.append("    )")
+            else:
+                lines.append(f"    config.{key} = {_literal(tried, key)}")
+        return "\n".join([*lines, "    return config.lock()", ""])
+
+    def describe(self) -> str:
+        """The table that is shown when the study ends."""
+        sections: dict[str, list[tuple[str, Any]]] = {
+            "study": [("name", self.name), ("trials", len(self.known))]
+        }
+        for best in self.complete[:1]:
+            sections[f"best: trial {best.number}"] = [
+                ("validation", self._show(best)),
+                *((key, best.params[key]) for key in self.studied.ranges),
+            ]
+        pictures = ("parallel_coordinates.png", "learning_curves.png")
+        paths = [self.folder / file for file in ("report.md", "trials.csv", "best.py", *pictures)]
+        sections["saved"] = [(path.name, str(path)) for path in paths if path.exists()]
+        return progress.table(sections)
+
+    def _show(self, trial: trials.Record) -> str:
+        """A score in nats, and in the unit that people read."""
+        return f"{trial.nats:.4f} nats ({metrics.show(trial.nats, self.unit)})"
+
+    def draw_parallel_coordinates(self) -> None:
+        """Draws a line for each trial; trials with settings near the best trial's are red."""
+        from matplotlib import figure
+
+        complete, ranges = self.complete, self.studied.ranges
+        if len(complete) < 2:
+            return
+        best = complete[0]
+        places = np.array([[r.place(t.params[n]) for n, r in ranges.items()] for t in complete])
+        values = np.array([trial.nats for trial in complete])
+        low, high = values.min(), np.quantile(values, 0.9)
+        score = np.clip((values - low) / max(high - low, 1e-9), 0, 1)  # 0 is the best.
+        apart = np.abs(places - places[0])
+        closest = np.argsort(apart.mean(1), kind="stable")[:AT_LEAST]
+        near = apart.max(1) <= NEAR
+        near[closest] = True
+
+        fig = figure.Figure(figsize=(1.5 * (len(ranges) + 1) + 1, 5), layout="constrained")
+        axes = fig.add_subplot()
+        at = list(range(len(ranges) + 1))
+        for i in reversed(range(len(complete))):
+            line = [*places[i], 1 - score[i]]
+            style: dict[str, Any] = (
+                dict(color="tab:red", linewidth=2.2 if i == 0 else 1.3, zorder=3, alpha=0.95)
+                if near[i]
+                else dict(color=str(0.35 + 0.5 * score[i]), linewidth=0.8, alpha=0.8)
+            )
+            axes.plot(at, line, **style)
+        for x in at:
+            axes.plot([x, x], [0, 1], color="0.3", linewidth=0.8, zorder=2)
+        for x, limits in enumerate(ranges.values()):
+            for place, side, align in ((0, -0.03, "top"), (1, 1.03, "bottom")):
+                text = f"{limits.at(place):g}"
+                axes.text(x, side, text, ha="center", va=align, fontsize=8, color="0.3")
+        for place, side, align in ((low, 1.03, "bottom"), (high, -0.03, "top")):
+            text = (
+                metrics.show(place, self.unit)
+                if side > 1
+                else f"≥ {metrics.show(place, self.unit)}"
+            )
+            axes.text(at[-1], side, text, ha="center", va=align, fontsize=8, color="0.3")
+        labels = [name.replace(".", ".\n").replace("_", " ") for name in ranges]
+        axes.set_xticks(at, [*labels, "validation\n(best on top)"], fontsize=8)
+        axes.set_yticks([])
+        axes.set_ylim(-0.1, 1.1)
+        axes.set_xlim(-0.3, at[-1] + 0.4)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, pad=10)
+        axes.set_title(
+            f"{len(complete)} trials; red: settings closest to the best, trial {best.number} "
+            f"({best.nats:.4f} nats); darker: better",
+            fontsize=10,
+        )
+        fig.savefig(self.folder / "parallel_coordinates.png", dpi=150)
+
+    def draw_learning_curves(self) -> None:
+        """Draws validation cross-entropy over steps, for all trials whose folder is here."""
+        from matplotlib import figure
+
+        curves = []
+        for trial in self.known:
+            records = metrics.read_metrics(self.folder / trial.notes.get("folder", "-"))
+            points = progress.find_points(records, "eval", "valid_nats")
+            if points.size:
+                curves.append((trial, points))
+        if not curves:
+            return
+        fig = figure.Figure(figsize=(8, 4.8), layout="constrained")
+        axes = fig.add_subplot()
+        best = next(iter(complete_trials([trial for trial, _ in curves])), None)
+        drawn: set[str] = set()
+        for trial, points in curves:
+            whole = trial.outcome == "complete"
+            label = "trials" if whole else "stopped early or without a value"
+            style: dict[str, Any] = dict(
+                color="0.65", linewidth=0.9, linestyle="-" if whole else ":", zorder=1
+            )
+            if best is not None and trial.number == best.number:
+                style = dict(color="tab:red", linewidth=2, linestyle="-", zorder=3)
+                label = f"best: trial {best.number}, {best.nats:.4f} nats, "
+                label += metrics.show(best.nats, self.unit)
+            axes.plot(*points, label=None if label in drawn else label, **style)
+            drawn.add(label)
+        # The first evaluation is of untrained weights, far above what tells the trials apart.
+        shown = np.concatenate([nats[1:] if len(nats) > 1 else nats for _, (_, nats) in curves])
+        low, high = shown.min(), np.quantile(shown, 0.98, method="lower")
+        margin = 0.05 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+        axes.spines["right"].set_visible(False)
+        path = self.folder / "learning_curves.png"
+        progress.save_curves(axes, "validation, nats per token", path)
+
+
+def complete_trials(known: Sequence[trials.Record]) -> list[trials.Record]:
+    """The trials that have a value, the best one first."""
+    return sorted((t for t in known if t.outcome == "complete"), key=lambda t: t.nats)
 
 
 def neighbourhoods(
@@ -156,42 +301,6 @@ def neighbourhoods(
     return found
 
 
-def experiment_source(
-    name: str,
-    best: trials.Record,
-    studied: studies.Study,
-    config: config_dict.ConfigDict,
-    unit: str,
-) -> str:
-    """The source of a Python file whose `get_config` returns the config of a trial."""
-    tried = studies.configure(studied, config, best.params)
-    # A user has chosen the name. Nothing in it may end the docstring.
-    title = name.encode("unicode_escape").decode().replace('"', "'")
-    lines = [
-        f'"""The best trial of the study {title}: {show(best.nats, unit)} on validation.',
-        "",
-        f"Trial {best.number}; seed {config.seed}.",
-        '"""',
-        "",
-        "from ml_collections import config_dict",
-        "",
-        "",
-        'def get_config(variant=""):',
-        '    """The one config there is."""',
-        '    assert not variant, "this experiment has no variants"',
-        "    config = config_dict.ConfigDict()",
-    ]
-    for key in tried:
-        value = tried[key]
-        if isinstance(value, config_dict.ConfigDict):
-            lines.append(f"    config.{key} = dict(")
-            lines += [f"        {name}={_literal(value, name)}," for name in value]
-            lines.append("    )")
-        else:
-            lines.append(f"    config.{key} = {_literal(tried, key)}")
-    return "\n".join([*lines, "    return config.lock()", ""])
-
-
 def _literal(section: config_dict.ConfigDict, key: str) -> str:
     value = section[key]
     if value is None:
@@ -199,142 +308,5 @@ def _literal(section: config_dict.ConfigDict, key: str) -> str:
     return repr(value)
 
 
-def describe(
-    name: str,
-    known: Sequence[trials.Record],
-    studied: studies.Study,
-    folder: pathlib.Path,
-    unit: str,
-) -> str:
-    """The table that is shown when the study ends."""
-    sections: dict[str, list[tuple[str, Any]]] = {"study": [("name", name), ("trials", len(known))]}
-    complete = complete_trials(known)
-    if complete:
-        best = complete[0]
-        sections[f"best: trial {best.number}"] = [
-            ("validation", show(best.nats, unit)),
-            *((key, best.params[key]) for key in studied.ranges),
-        ]
-    pictures = ("parallel_coordinates.png", "learning_curves.png")
-    paths = [folder / file for file in ("report.md", "trials.csv", "best.py", *pictures)]
-    sections["saved"] = [(path.name, str(path)) for path in paths if path.exists()]
-    return progress.table(sections)
-
-
-def show(nats: float, unit: str) -> str:
-    """A score in nats, and in the unit that people read."""
-    return f"{nats:.4f} nats ({metrics.show(nats, unit)})"
-
-
-def _show(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def _line(text: str) -> str:
     return text.replace("\n", " ").replace("|", "\\|")
-
-
-NEAR = 0.15  # A trial is near the best if every setting is within this share of its range.
-AT_LEAST = 3  # At least this many count as near: those with the smallest mean distance.
-
-
-def parallel_coordinates(
-    folder: pathlib.Path, complete: Sequence[trials.Record], studied: studies.Study, *, unit: str
-) -> pathlib.Path | None:
-    """Draws a line for each trial; trials with settings near the best trial's are red."""
-    from matplotlib import figure
-
-    if len(complete) < 2:
-        return None
-    names, best = list(studied.ranges), complete[0]
-    places = np.array([[studied.ranges[n].place(t.params[n]) for n in names] for t in complete])
-    values = np.array([trial.nats for trial in complete])
-    low, high = values.min(), np.quantile(values, 0.9)
-    score = np.clip((values - low) / max(high - low, 1e-9), 0, 1)  # 0 is the best.
-    apart = np.abs(places - places[0])
-    closest = np.argsort(apart.mean(1), kind="stable")[:AT_LEAST]
-    near = apart.max(1) <= NEAR
-    near[closest] = True
-
-    fig = figure.Figure(figsize=(1.5 * (len(names) + 1) + 1, 5), layout="constrained")
-    axes = fig.add_subplot()
-    at = list(range(len(names) + 1))
-    for i in reversed(range(len(complete))):
-        line = [*places[i], 1 - score[i]]
-        style: dict[str, Any] = (
-            dict(color="tab:red", linewidth=2.2 if i == 0 else 1.3, zorder=3, alpha=0.95)
-            if near[i]
-            else dict(color=str(0.35 + 0.5 * score[i]), linewidth=0.8, alpha=0.8)
-        )
-        axes.plot(at, line, **style)
-    for x in at:
-        axes.plot([x, x], [0, 1], color="0.3", linewidth=0.8, zorder=2)
-    for x, name in enumerate(names):
-        limits = studied.ranges[name]
-        for place, side, align in ((0, -0.03, "top"), (1, 1.03, "bottom")):
-            text = f"{limits.at(place):g}"
-            axes.text(x, side, text, ha="center", va=align, fontsize=8, color="0.3")
-    for place, side, align in ((low, 1.03, "bottom"), (high, -0.03, "top")):
-        text = metrics.show(place, unit) if side > 1 else f"≥ {metrics.show(place, unit)}"
-        axes.text(at[-1], side, text, ha="center", va=align, fontsize=8, color="0.3")
-    labels = [name.replace(".", ".\n").replace("_", " ") for name in names]
-    axes.set_xticks(at, [*labels, "validation\n(best on top)"], fontsize=8)
-    axes.set_yticks([])
-    axes.set_ylim(-0.1, 1.1)
-    axes.set_xlim(-0.3, at[-1] + 0.4)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, pad=10)
-    axes.set_title(
-        f"{len(complete)} trials; red: settings closest to the best, trial {best.number} "
-        f"({best.nats:.4f} nats); darker: better",
-        fontsize=10,
-    )
-    path = folder / "parallel_coordinates.png"
-    fig.savefig(path, dpi=150)
-    return path
-
-
-def learning_curves(
-    folder: pathlib.Path, known: Sequence[trials.Record], *, unit: str
-) -> pathlib.Path | None:
-    """Draws validation cross-entropy over steps, for all trials whose folder is here."""
-    from matplotlib import figure
-
-    curves = []
-    for trial in known:
-        records = metrics.read_metrics(folder / trial.notes.get("folder", "-"))
-        points = [(r["step"], float(r["valid_nats"])) for r in records if r["kind"] == "eval"]
-        points = [point for point in points if math.isfinite(point[1])]
-        if points:
-            curves.append((trial, points))
-    if not curves:
-        return None
-    fig = figure.Figure(figsize=(8, 4.8), layout="constrained")
-    axes = fig.add_subplot()
-    best = next(iter(complete_trials([trial for trial, _ in curves])), None)
-    drawn: set[str] = set()
-    for trial, points in curves:
-        whole = trial.outcome == "complete"
-        label = "trials" if whole else "stopped early or without a value"
-        style: dict[str, Any] = dict(
-            color="0.65", linewidth=0.9, linestyle="-" if whole else ":", zorder=1
-        )
-        if best is not None and trial.number == best.number:
-            style = dict(color="tab:red", linewidth=2, linestyle="-", zorder=3)
-            label = f"best: trial {best.number}, {best.nats:.4f} nats, "
-            label += metrics.show(best.nats, unit)
-        axes.plot(*zip(*points, strict=True), label=None if label in drawn else label, **style)
-        drawn.add(label)
-    # The first evaluation is of untrained weights, far above what tells the trials apart.
-    shown = sorted(nats for _, points in curves for _, nats in points[1:] or points)
-    low, high = shown[0], shown[int(0.98 * (len(shown) - 1))]
-    margin = 0.05 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)
-    axes.set_xlabel("optimiser steps")
-    axes.set_ylabel("validation, nats per token")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
-    path = folder / "learning_curves.png"
-    fig.savefig(path, dpi=150)
-    return path

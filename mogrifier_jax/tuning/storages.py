@@ -74,7 +74,8 @@ def open_queue(
     storage = storage or default(workdir)
     # Folders are listed before the storage is read. Another worker that begins a trial in between
     # adds it to the storage first, so its folder is never taken for a lost trial.
-    folders = _trial_folders(workdir)
+    paths = (pathlib.Path(workdir) / "trials").glob("*/config.json")
+    folders = {f"trials/{path.parent.name}" for path in paths if path.parent.name.isdecimal()}
     queue: Any
     if storage.startswith("vizier://"):
         ranges, prunes = study.ranges, prune is not None
@@ -106,12 +107,6 @@ def _forgotten(storage: str, what: str) -> errors.UsageError:
         f"--storage={hide_password(storage)} knows nothing of {what}: put the storage back from a "
         "copy, or use another --workdir for a new study"
     )
-
-
-def _trial_folders(workdir: str) -> set[str]:
-    """The folders of the trials that were run in a workdir, as paths below it."""
-    found = (pathlib.Path(workdir) / "trials").glob("*/config.json")
-    return {f"trials/{path.parent.name}" for path in found if path.parent.name.isdecimal()}
 
 
 def _check_workdir(workdir: str, name: str) -> bool:
@@ -151,7 +146,7 @@ def open_study(
         lambda: optuna.create_study(
             storage=_open_storage(storage),
             study_name=name,
-            sampler=SeededSampler(sampler, seed),
+            sampler=_SeededSampler(sampler, seed),
             pruner=pruner or optuna.pruners.NopPruner(),
             load_if_exists=True,
         ),
@@ -248,26 +243,23 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
         try:
             with _one_at_a_time(storage):
                 return open_it()
-        except ImportError as error:
-            problem: str = f"its driver is missing ({error})"
-            break
         except (sqlalchemy.exc.OperationalError, sqlalchemy.exc.ProgrammingError) as error:
-            problem = str(error.orig or error).strip().splitlines()[0]
+            problem = str(error.orig or error)
+            # Two workers that create the tables of a new storage may disturb each other.
+            time.sleep(patience)
+            continue
+        except ImportError as error:
+            problem = f"its driver is missing ({error})"
         except sqlalchemy.exc.ArgumentError:  # Its text has the URL, perhaps with a password.
             problem = "it is not a URL"
-            break
-        except (
-            sqlalchemy.exc.SQLAlchemyError,
-            OSError,
-            RuntimeError,
-            optuna.exceptions.OptunaError,
-        ) as error:
-            problem = str(error).strip().splitlines()[0]
-            break
-        # Two workers that create the tables of a new storage may disturb each other.
-        time.sleep(patience)
+        except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError) as error:
+            problem = str(error)
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        break
+    reason = problem.strip().splitlines()[0]
     raise errors.UsageError(
-        f"--storage={hide_password(storage)} cannot be reached: {problem}; put a damaged one back "
+        f"--storage={hide_password(storage)} cannot be reached: {reason}; put a damaged one back "
         "from a copy, or give a journal file, or a URL such as sqlite:///study.db or "
         "postgresql+psycopg://user:password@host/database"
     )
@@ -297,7 +289,7 @@ def _one_at_a_time(storage: str) -> contextlib.AbstractContextManager:
     return workdirs.locked(path.parent) if is_file else contextlib.nullcontext()
 
 
-class SeededSampler(optuna.samplers.BaseSampler):
+class _SeededSampler(optuna.samplers.BaseSampler):
     """A sampler whose draws depend only on a seed, the trial's number and the results so far.
 
     So workers that start together draw different values.
@@ -308,25 +300,20 @@ class SeededSampler(optuna.samplers.BaseSampler):
         self._sampler = _make_sampler(name, seed)
 
     def before_trial(self, study, trial):
-        """Makes a sampler with the seed of this trial."""
         self._sampler = _make_sampler(self._name, (self._seed << 20) % 2**32 ^ trial.number)
         self._sampler.before_trial(study, trial)
 
     def infer_relative_search_space(self, study, trial):
-        """Calls the sampler of this trial."""
         return self._sampler.infer_relative_search_space(_Judged(study), trial)
 
     def sample_relative(self, study, trial, search_space):
-        """Calls the sampler of this trial."""
         return self._sampler.sample_relative(_Judged(study), trial, search_space)
 
     def sample_independent(self, study, trial, param_name, param_distribution):
-        """Calls the sampler of this trial."""
         study = _Judged(study)
         return self._sampler.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study, trial, state, values):
-        """Calls the sampler of this trial."""
         self._sampler.after_trial(study, trial, state, values)
 
 

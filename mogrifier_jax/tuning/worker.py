@@ -17,6 +17,7 @@ import copy
 import functools
 import json
 import os
+import pathlib
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
@@ -86,8 +87,6 @@ def tune_dyneval(
     """
     check_numbers(num_trials, parallel)
     methods.check_options(options)
-    if not run:
-        raise errors.UsageError("--workdir is missing; give that of a trained run")
     adapting = Adapting(run, options)
     tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
     workdir = os.path.join(run, "dyneval_study")
@@ -136,8 +135,9 @@ def work(
             else:
                 break
         logging.info("%s", describe_progress(queue))
-        report.write(queue.name, queue.records(), study, workdir, unit=executor.unit, config=config)
-        return queue.records()
+        known, folder = queue.records(), pathlib.Path(workdir)
+        report.Report(queue.name, known, study, folder, executor.unit, config).write()
+        return known
 
 
 def describe_progress(queue: Any) -> str:
