@@ -113,7 +113,6 @@ class DynamicEvaluation:
         params: Any,
         settings: Sequence[UpdateRule],
         logit_scale: float = 1.0,
-        max_windows: int | None = None,
         title: str = "",
     ) -> list[Outcome]:
         """Runs all settings side by side and returns the outcome of each."""
@@ -121,7 +120,7 @@ class DynamicEvaluation:
         for block in self._blocks(len(settings)):
             stacked = stack_settings([settings[i] for i in block])
             keys = montecarlo.sample_keys(jax.random.key(0), len(block))
-            nats, _ = self.run(params, stacked, keys, logit_scale, None, max_windows, title)
+            nats, _ = self.run(params, stacked, keys, logit_scale, None, title)
             outcomes += [self.outcome(nats[:, i]) for i in range(len(block))]
         return outcomes
 
@@ -133,7 +132,6 @@ class DynamicEvaluation:
         samples: int,
         logit_scale: float = 1.0,
         multiplier: float = 1.0,
-        max_windows: int | None = None,
         title: str = "",
     ) -> Outcome:
         """The average probability over samples; each adapts by the gradients of its own masks."""
@@ -145,9 +143,7 @@ class DynamicEvaluation:
         for block in self._blocks(samples):
             stacked = stack_settings([setting] * len(block))
             label = f"{title}, samples {block[0] + 1} to {block[-1] + 1}" if title else ""
-            nats, _ = self.run(
-                params, stacked, keys[np.asarray(block)], logit_scale, rates, max_windows, label
-            )
+            nats, _ = self.run(params, stacked, keys[np.asarray(block)], logit_scale, rates, label)
             log_p = np.logaddexp(log_p, np.logaddexp.reduce(-nats.astype(np.float64), axis=1))
         mean = math.log(samples) - log_p
         return self.outcome(np.where(self.targets.valid[: len(mean)], mean, 0.0))
@@ -159,7 +155,6 @@ class DynamicEvaluation:
         keys: jax.Array,
         logit_scale: float = 1.0,
         rates: models.Dropout | None = None,
-        max_windows: int | None = None,
         title: str = "",
     ) -> tuple[np.ndarray, Any]:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
@@ -175,7 +170,7 @@ class DynamicEvaluation:
             stream = self.plan.stream
             return self._run(state, start, stream, first, windows, each, logit_scale, rates)
 
-        windows = evaluate.limit(self.plan, max_windows)
+        windows = self.plan.num_windows
         nats, state = evaluate.drive(run, state, self.targets, windows, self._chunk, title)
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 
@@ -344,7 +339,6 @@ def _read(path: pathlib.Path, digest: str, params: Any) -> Statistics | None:
 
 
 def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     rms = {f"rms.{name}": np.asarray(a) for name, a in leaves.name_leaves(statistics.rms).items()}
     with workdirs.replacing(path) as file:
         np.savez(

@@ -18,7 +18,6 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.configs import Key
-from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import dyneval, montecarlo, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
@@ -98,24 +97,24 @@ class Scorer:
         temperature = self.find_temperature(self.batch_size, self.window)
 
         def score(name):
-            mesh = self.share(self.num_stripes(name))
-            run = evaluate.Deterministic(self.model, self.plan(name, mesh), chunk=64)
+            stripes = self.num_stripes(name)
+            mesh = self.share(stripes)
+            plan = self.texts.plan(name, stripes, window=self.window, mesh=mesh)
+            run = evaluate.Deterministic(self.model, plan, chunk=64)
             return run(partitioning.replicate(self.params, mesh), temperature, title=name)
 
         return {"temperature": temperature, "window": self.window}, score
 
     def mc(self) -> tuple[dict[str, Any], ScoreFn]:
         """Monte-Carlo dropout, with the multiplier that is best on validation."""
-        sampler = functools.cache(lambda name: self.sampler(self.plan(name)))
 
-        @functools.cache
         def score(name, multiplier, temperature):
             title = f"mc {name}, dropout times {multiplier:g}"
-            return sampler(name)(self.params, temperature, None, title, multiplier)
+            run = self.sampler(name, self.num_stripes(name), self.window)
+            return run(self.params, temperature, None, title, multiplier)
 
-        multiplier, temperature = self.choose_multiplier(self.batch_size, self.window, score)
-        details = {"multiplier": multiplier, "temperature": temperature, "window": self.window}
-        return details | self.sampling, lambda name: score(name, multiplier, temperature)
+        chosen, score_fn = self.choose_multiplier(self.batch_size, self.window, score)
+        return chosen | {"window": self.window} | self.sampling, score_fn
 
     def dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
         """Dynamic evaluation, with the settings that are best on validation."""
@@ -141,17 +140,14 @@ class Scorer:
         options = self.options.dyneval
         setting, _ = self.choose_setting(self._fixed_temperature or self.loaded.temperature or 1.0)
 
-        @functools.cache
         def score(name, multiplier, temperature):
             samples, title = self.options.samples, f"mc_dyneval {name}"
             return self.adapter(name, samples, self.dropout).sample(
                 self.params, setting, self.key, samples, temperature, multiplier, title=title
             )
 
-        multiplier, temperature = self.choose_multiplier(options.batch_size, options.window, score)
-        details = {"multiplier": multiplier, "temperature": temperature} | self.adapting
-        details |= setting._asdict() | self.sampling
-        return details, lambda name: score(name, multiplier, temperature)
+        chosen, score_fn = self.choose_multiplier(options.batch_size, options.window, score)
+        return chosen | self.adapting | setting._asdict() | self.sampling, score_fn
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -182,15 +178,12 @@ class Scorer:
             self.texts, name, self.batch_size, lines
         )
 
-    def plan(self, name: str, mesh: Mesh | None = None) -> tasks.Plan:
-        """A text cut into `num_stripes(name)` stripes."""
-        return self.texts.plan(name, self.num_stripes(name), window=self.window, mesh=mesh)
-
-    def sampler(self, plan: tasks.Plan) -> montecarlo.MonteCarlo:
-        """Monte-Carlo dropout over a plan, set up from the options."""
+    @functools.cache  # noqa: B019  One sampler serves all multipliers and temperatures.
+    def sampler(self, name: str, stripes: int, window: int) -> montecarlo.MonteCarlo:
+        """Monte-Carlo dropout over a text, set up from the options."""
         return montecarlo.MonteCarlo(
             self.model,
-            plan,
+            self.texts.plan(name, stripes, window=window),
             self.dropout,
             key=self.key,
             samples=self.options.samples,
@@ -252,7 +245,7 @@ class Scorer:
         """A function from logit scales to validation nats."""
         windows = max(1, self.loaded.config.evaluation.temperature_tokens // batch_size // window)
         if multiplier is not None:
-            sampler = self._search_sampler(batch_size, window)
+            sampler = self.sampler("valid", batch_size, window)
             return lambda scales: [
                 sampler(self.params, scale, windows, multiplier=multiplier).mean()
                 for scale in scales
@@ -266,22 +259,25 @@ class Scorer:
 
         return score
 
-    @functools.cache  # noqa: B019  One sampler serves all multipliers.
-    def _search_sampler(self, batch_size: int, window: int) -> montecarlo.MonteCarlo:
-        return self.sampler(self.texts.plan("valid", batch_size, window=window))
+    def choose_multiplier(
+        self, batch_size: int, window: int, score: Callable[..., Any]
+    ) -> tuple[dict[str, Any], ScoreFn]:
+        """Fixes the multiplier and temperature of score(name, multiplier, temperature).
 
-    def choose_multiplier(self, batch_size, window, score) -> tuple[float, float]:
-        """The dropout multiplier that is best on validation, and its temperature."""
+        The dropout multiplier is the one that is best on validation.
+        """
+        score = functools.cache(score)  # The validation text may be asked for again.
         multipliers = parse_numbers("multipliers", self.options.multipliers)
-        found = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
-        if len(found) == 1:
-            return found[0]
-        self.require_validation("multipliers")
-        nats = [score("valid", *candidate).mean() for candidate in found]
-        for (multiplier, temperature), value in zip(found, nats, strict=True):
-            made = f"dropout times {multiplier:g}, temperature {temperature:g}"
-            logging.info("%s: %.4f nats on validation", made, value)
-        return found[best_of(nats)]
+        found, best = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers], 0
+        if len(found) > 1:
+            self.require_validation("multipliers")
+            nats = [score("valid", *candidate).mean() for candidate in found]
+            for (multiplier, temperature), value in zip(found, nats, strict=True):
+                made = f"dropout times {multiplier:g}, temperature {temperature:g}"
+                logging.info("%s: %.4f nats on validation", made, value)
+            best = best_of(nats)
+        chosen = dict(zip(("multiplier", "temperature"), found[best], strict=True))
+        return chosen, lambda name: score(name, *found[best])
 
     def choose_setting(self, temperature: float):
         """The best setting of dynamic evaluation, and the outcomes that are already known."""
@@ -296,7 +292,8 @@ class Scorer:
         run = self.adapter("valid", len(settings))
         outcomes = run(self.params, settings, temperature, title="dyneval settings")
         for setting, outcome in zip(settings, outcomes, strict=True):
-            logging.info("%s: %s", show_setting(setting), show_outcome(outcome))
+            numbers = ", ".join(f"{name} {value:g}" for name, value in setting._asdict().items())
+            logging.info("%s: %s", numbers, show_outcome(outcome))
         best = best_of([outcome.mean() for outcome in outcomes])
         return settings[best], {"valid": outcomes[best]}
 
@@ -371,11 +368,6 @@ def parse_temperature(text: str) -> float | None:
 def best_of(nats: Sequence[float]) -> int:
     """The index of the smallest finite value; 0 if no value is finite."""
     return min(range(len(nats)), key=lambda i: nats[i] if math.isfinite(nats[i]) else math.inf)
-
-
-def show_setting(setting: dyneval.UpdateRule) -> str:
-    """The three numbers of a setting as text for a log line."""
-    return ", ".join(f"{name} {value:g}" for name, value in setting._asdict().items())
 
 
 def show_outcome(outcome: dyneval.Outcome) -> str:

@@ -118,7 +118,6 @@ class MonteCarlo:
         self.num_blocks, self.block_size = cut_blocks(
             samples, samples_per_block or fitting, devices
         )
-        self._samples = samples
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
         weights = np.arange(self.num_blocks * self.block_size) < samples
         keys = sample_keys(key, self.num_blocks * self.block_size)

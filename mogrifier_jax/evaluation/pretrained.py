@@ -57,6 +57,8 @@ def load_weights(
         raise errors.UsageError(
             f"workdir {workdir!r} is not a path; give that of a trained run, as 'runs/pydoc'"
         )
+    if not os.fspath(workdir):
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
     if pathlib.Path(workdir).is_file():
         return load_file(workdir, mesh)
     if not pathlib.Path(workdir).is_dir():
@@ -120,7 +122,6 @@ def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
         "info": json.dumps({k: v for k, v in loaded.info.items() if k != "workdir"}),
     }
     metadata["digest"] = _digest(arrays, metadata)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with workdirs.replacing(path) as file:
         file.write(safetensors.numpy.save(arrays, metadata))
 
@@ -173,8 +174,6 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
 
 def export(workdir: str, output: str | None = None) -> None:
     """`--mode=export`: writes the best weights of a run to one file to share."""
-    if not workdir:
-        raise errors.UsageError("--workdir is missing; give that of a trained run")
     path = output or os.path.join(workdir, "model.safetensors")
     save_file(load_weights(workdir), path)
     size = os.path.getsize(path) / 2**20

@@ -119,7 +119,11 @@ def keep_row(folder: str, evaluation: dict[str, Any], row: Mapping[str, Any]) ->
     """Adds a result to evaluation.json; other processes may add theirs at the same time."""
     with workdirs.locked(folder):
         take_earlier(folder, evaluation)
-        add_row(evaluation, row)
+        same = ("method", "text", "source")  # The new result replaces such an earlier one.
+        evaluation["results"] = [
+            *(r for r in evaluation["results"] if any(r.get(k) != row.get(k) for k in same)),
+            row,
+        ]
         workdirs.write_json(folder, "evaluation.json", evaluation)
 
 
@@ -137,25 +141,13 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
             row |= {"diverged_at_window": result.diverged_at}
             row |= {"last_finite_nats": scores.mean()}
     path = pathlib.Path(scorer.folder) / "tokens" / f"{method}_{name}.npz"
-    about = {key: value for key, value in row.items() if key != "file"}
     if jax.process_index() == 0:
-        write_tokens(path, scores, scorer.loaded.vocabulary, **about)
+        write_tokens(path, scores, scorer.loaded.vocabulary, **row)
     nats = result.mean()
     if nats != nats:
         return row | {"nats": None, "tokens": len(scores.tokens), "file": str(path)}
     values = {"perplexity": metrics.perplexity(nats), "bits": metrics.bits(nats)}
     return row | {"nats": nats, **values, "tokens": len(scores.tokens), "file": str(path)}
-
-
-def add_row(evaluation: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Adds a result; it replaces an earlier one of the same method and text."""
-    same = ("method", "text", "source")
-    kept = [
-        earlier
-        for earlier in evaluation["results"]
-        if any(earlier.get(key) != row.get(key) for key in same)
-    ]
-    evaluation["results"] = [*kept, row]
 
 
 def read_evaluation(folder: str) -> dict[str, Any]:
@@ -296,8 +288,6 @@ def write_tokens(
     **about: Any,
 ) -> None:
     """Writes a file of tokens, whole or not at all; `vocab` may be the digest of a vocabulary."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     digest = vocab if isinstance(vocab, str) else digest_vocabulary(vocab)
     with workdirs.replacing(path) as file:
         np.savez_compressed(

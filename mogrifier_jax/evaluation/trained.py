@@ -367,8 +367,6 @@ def encode_prompt(vocab: corpora.Vocabulary, prompt: str | None) -> np.ndarray:
 
 def print_samples(workdir: str, sampling: Sampling, prompt: str | None = None) -> None:
     """`--mode=sample`: prints one sample as it is drawn, or several one after the other."""
-    if not workdir:
-        raise errors.UsageError("--workdir is missing; give that of a trained run")
     sampling.check()
     model = TrainedModel(pretrained.load_weights(workdir))
     drawn = model.draw(sampling, prompt)

@@ -12,7 +12,6 @@ Nothing here knows what is in the state. Config and vocabulary of a run are in `
 """
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -20,7 +19,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -34,8 +33,7 @@ from mogrifier_jax.training import leaves, workdirs
 Which = Literal["latest", "best"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
     """What `Checkpoints.restore` found."""
 
     step: int

@@ -206,15 +206,12 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
         "picture": "learning_curve.png",
     }
     paths = [(label, os.path.join(workdir, name)) for label, name in files.items()]
-    scores = []
-    for split in ("valid", "test"):
-        nats = results[f"{split}_nats"]
-        scores.append((split, f"{nats:.4f} nats, {metrics.show(nats, unit)}"))
+    nats = {split: results[f"{split}_nats"] for split in ("valid", "test")}
     sections = {
         "result": [
             ("best turn", f"{results['best_turn']}, step {results['step']:,}"),
             ("temperature", f"{results['temperature']:.2f}"),
-            *scores,
+            *((k, f"{v:.4f} nats, {metrics.show(v, unit)}") for k, v in nats.items()),
         ],
         "saved": [(label, path) for label, path in paths if os.path.exists(path)],
     }

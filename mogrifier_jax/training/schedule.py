@@ -183,9 +183,9 @@ class Averaging(NamedTuple):
     update: Callable[[Any, optax.Params], Any]
     value: Callable[[Any, optax.Params], optax.Params]
     candidates: Callable[[Any, optax.Params], tuple[optax.Params, ...]]
-    after_evaluation: Callable[..., Any]
-    start: Callable[[Any], Any]
     is_on: Callable[[Any], Any]  # Whether any mean has weights in it.
+    after_evaluation: Callable[..., Any] = lambda state, *cross_entropies: state
+    start: Callable[[Any], Any] = lambda state: state  # What a trigger switches on.
 
 
 class RunningMean(NamedTuple):
@@ -235,8 +235,6 @@ def _none() -> Averaging:
         update=lambda state, params: state,
         value=lambda state, params: params,
         candidates=lambda state, params: (params,),
-        after_evaluation=lambda state, xe: state,
-        start=lambda state: state,
         is_on=lambda state: jnp.zeros([], jnp.bool_),
     )
 
@@ -256,9 +254,8 @@ def _triggered() -> Averaging:
         update=update,
         value=value,
         candidates=lambda state, params: (value(state, params),),
-        after_evaluation=lambda state, xe: state,
-        start=lambda state: state._replace(on=jnp.ones_like(state.on)),
         is_on=lambda state: state.average.n > 0,
+        start=lambda state: state._replace(on=jnp.ones_like(state.on)),
     )
 
 
@@ -283,9 +280,8 @@ def _two_tailed() -> Averaging:
         # When the short tail won, it has just become the long one.
         value=lambda state, params: _value(state.long, params),
         candidates=candidates,
-        after_evaluation=after_evaluation,
-        start=lambda state: state,
         is_on=lambda state: (state.short.n > 0) | (state.long.n > 0),
+        after_evaluation=after_evaluation,
     )
 
 
