@@ -109,11 +109,7 @@ class DynamicEvaluation:
         )
 
     def __call__(
-        self,
-        params: Any,
-        settings: Sequence[UpdateRule],
-        logit_scale: float = 1.0,
-        title: str = "",
+        self, params: Any, settings: Sequence[UpdateRule], logit_scale: float = 1.0, title: str = ""
     ) -> list[Outcome]:
         """Runs all settings side by side and returns the outcome of each."""
         outcomes = []
@@ -208,8 +204,8 @@ class DynamicEvaluation:
             adapted, carry, nats = programs.side_by_side(one)(*state, *each)
             return (adapted, carry), nats
 
-        batch_at = functools.partial(self.plan.batch_at, stream)
-        return evaluate.over_windows(score, state, batch_at, first, count, self._chunk)
+        batch_at = self.plan.batch_at
+        return evaluate.over_windows(score, state, batch_at, stream, first, count, self._chunk)
 
     def _blocks(self, count: int) -> list[range]:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
@@ -244,25 +240,22 @@ def gradient_statistics(
     *,
     max_windows: int = MAX_WINDOWS,
     chunk: int = 16,
-    title: str = "gradient statistics",
 ) -> Statistics:
     """Root mean squares of the gradients over at most `max_windows` windows; no weight changes."""
     windows = min(plan.num_windows, max_windows)
     if windows < 1:
         raise errors.UsageError(f"statistics over {windows} windows are undefined; take 1 or more")
-    step = jax.jit(
-        functools.partial(
-            square_gradients, model=model, batch_at=plan.batch_at, chunk=min(chunk, windows)
-        ),
-        donate_argnames="state",
-    )
+    chunk = min(chunk, windows)
+    squares = functools.partial(square_gradients, model=model, batch_at=plan.batch_at, chunk=chunk)
+    step = jax.jit(squares, donate_argnames="state")
 
     def run(state, first, count):
         return step(params, state, plan.stream, first, count)
 
     state = jax.tree.map(jnp.zeros_like, params), evaluate.zero_carry(model, plan)
     losses = []
-    for found, after in evaluate.dispatches(run, state, windows, min(chunk, windows), title):
+    title = "gradient statistics"
+    for found, after in evaluate.dispatches(run, state, windows, chunk, title):
         losses.append(np.asarray(found))
         state = after
     rms, mean = _to_rms(state[0], windows)
@@ -285,9 +278,7 @@ def square_gradients(params, state, stream, first, count, *, model, batch_at, ch
         squares = jax.tree.map(lambda s, g: s + jnp.square(g), squares, grads)
         return (squares, carry), loss
 
-    return evaluate.over_windows(
-        score, state, lambda index: batch_at(stream, index), first, count, chunk
-    )
+    return evaluate.over_windows(score, state, batch_at, stream, first, count, chunk)
 
 
 @jax.jit

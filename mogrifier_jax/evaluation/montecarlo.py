@@ -16,7 +16,6 @@ one after the other, so memory depends on M alone. A window is averaged before t
 so no results of single samples are kept.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -182,8 +181,8 @@ class MonteCarlo:
                 nats = jnp.where(steps < batch.lengths[:, None], nats, 0.0)
             return carry, nats
 
-        batch_at = functools.partial(self.plan.batch_at, stream)
-        return evaluate.over_windows(score, carry, batch_at, first, count, self._chunk)
+        batch_at = self.plan.batch_at
+        return evaluate.over_windows(score, carry, batch_at, stream, first, count, self._chunk)
 
     def _place(self, array: jax.Array) -> jax.Array:
         """Reshapes [K * M, ...] to [K, M, ...] and spreads each block over the devices."""

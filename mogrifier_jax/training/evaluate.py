@@ -166,17 +166,17 @@ def score_windows(
         nats, after = jax.vmap(at, out_axes=(0, None))(logit_scales)
         return after, Found(nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch))
 
-    return over_windows(score, carry, lambda index: batch_at(stream, index), first, count, chunk)
+    return over_windows(score, carry, batch_at, stream, first, count, chunk)
 
 
-def over_windows(score, state, batch_at, first, count, chunk):
+def over_windows(score, state, batch_at, stream, first, count, chunk):
     """Runs score(state, batch, index) -> (state, found) on `count` of W windows.
 
     Returns all that was found, [W, ...] with zeros behind, and the state.
     """
 
     def at(state, index):
-        return score(state, batch_at(index), index)
+        return score(state, batch_at(stream, index), index)
 
     def body(i, loop):
         state, kept = loop
