@@ -123,7 +123,7 @@ class LSTMCell(CellShell):
 
 
 class MLSTMCell(CellShell):
-    """Multiplicative LSTM (arXiv:1609.07959), the paper's closest relative."""
+    """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative."""
 
     linen = layers.MLSTMCell
 
