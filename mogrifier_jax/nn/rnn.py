@@ -119,8 +119,7 @@ class RNN(nn.RNN):
         if nn.merge_param("deterministic", self.deterministic, deterministic):
             return {}
         shape = (*batch, self.cell.hidden_size)
-        keep = keep_mask(self.state_dropout, shape, self.make_rng("dropout"))
-        return {"keep": keep, "scale": keep_scale(self.state_dropout, jnp.float32)}
+        return state_mask(self.state_dropout, shape, self.make_rng("dropout"))
 
     def window(
         self,
@@ -141,9 +140,8 @@ class RNN(nn.RNN):
         xs = xs.astype(self.cell.dtype)
         given = {"keep": keep, "scale": scale, "valid": valid, "last": last}
         masks = {name: mask for name, mask in given.items() if mask is not None}
-        moving = {n for n, mask in masks.items() if mask.ndim == 3 or n in ("valid", "last")}
-        scanned = {name: masks[name] for name in moving}
-        constant = {name: masks[name] for name in masks.keys() - moving}
+        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", "last")}
+        constant = {name: mask for name, mask in masks.items() if name not in scanned}
         if last is not None and isinstance(carry, cells.LSTMCarry):
             carry = _Marked(*carry, end=carry.c)
         run = self.run_fast if self.fast and len(xs) else self.run_plainly
@@ -280,6 +278,11 @@ def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
     return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
 
 
+def state_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> dict[str, jax.Array]:
+    """The mask and the scale of state dropout, as `RNN.window` takes them."""
+    return {"keep": keep_mask(rate, shape, key), "scale": keep_scale(rate, jnp.float32)}
+
+
 def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
     """A zero carry for each layer of a stack or model."""
     make = layers.find_cell(module.cell)
@@ -346,48 +349,40 @@ class Stack(nn.Module):
         rates: Dropout = NO_DROPOUT,
     ) -> tuple[tuple[Any, ...], jax.Array]:
         """From (carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
-        self.check_carry(carry)
-        carries: list[Any] = []
-        total: Any = None
-        for index, layer in enumerate(self.layers):
-            if index and rates.inter_layer is not None:
-                xs = dropout(rates.inter_layer, xs, self.make_rng("dropout"))
-            mask = self.draw_state_mask(rates.state, xs.shape)
-            last, hs = layer.window(carry[index], xs, **mask, valid=valid)
-            carries.append(last)
-            if self.output == "residual" and index:
-                hs = total + hs
-            total = total + hs if self.output == "sum" and index else hs
-            xs = hs
-        return tuple(carries), total
 
-    def check_carry(self, carry: Any) -> None:
-        """Refuses anything but one carry for each layer; the layers check each carry."""
+        def run(layer, carry, xs):
+            mask = {}
+            if rates.state is not None:
+                steps = xs.shape[:1] if self.state_mask == "step" else ()
+                shape = (*steps, xs.shape[1], self.hidden_size)
+                mask = state_mask(rates.state, shape, self.make_rng("dropout"))
+            return layer.window(carry, xs, **mask, valid=valid)
+
+        carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
+        return carry, total
+
+    def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
+        """Returns the carry, and every gate of every layer, [T, B, ...]."""
+        carry, _, found = self.run_layers(RNN.gates, carry, xs)
+        return carry, [gates for (gates,) in found]
+
+    def run_layers(self, run, carry, xs, rate=None):
+        """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
+
+        Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
+        """
         check(
             isinstance(carry, tuple | list) and len(carry) == self.num_layers,
             f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
             "each layer; make one with zero_carry(batch_size)",
         )
-
-    def draw_state_mask(self, rate: Any, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """Draws the mask of one layer, and gives the scale of its state dropout."""
-        if rate is None:
-            return {}
-        steps = shape[:1] if self.state_mask == "step" else ()
-        mask_shape = (*steps, shape[1], self.hidden_size)
-        keep = keep_mask(rate, mask_shape, self.make_rng("dropout"))
-        return {"keep": keep, "scale": keep_scale(rate, jnp.float32)}
-
-    def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
-        """Returns the carry, and every gate of every layer, [T, B, ...]."""
-        self.check_carry(carry)
-        carries: list[Any] = []
-        found: list[cells.Gates] = []
-        total: Any = None
+        carries, others, total = [], [], None
         for index, layer in enumerate(self.layers):
-            last, hs, gates = layer.gates(carry[index], xs)
+            if index and rate is not None:
+                xs = dropout(rate, xs, self.make_rng("dropout"))
+            last, hs, *other = run(layer, carry[index], xs)
             carries.append(last)
-            found.append(gates)
+            others.append(other)
             xs = total + hs if self.output == "residual" and index else hs
-            total = xs
-        return tuple(carries), found
+            total = total + xs if self.output == "sum" and index else xs
+        return tuple(carries), total, others
