@@ -11,7 +11,6 @@ cell.
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,8 +18,6 @@ from flax import nnx
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import from_flax, layers, rnn
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Shell(nnx.Module):
@@ -34,19 +31,13 @@ class _Shell(nnx.Module):
         hidden_features: int,
         *,
         rngs: nnx.Rngs,
-        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
+        metadata: Mapping[str, Mapping[str, Any]] | None = None,  # By path, as "gates/input".
         **options: Any,
     ):
         self.in_features = in_features
         self.hidden_features = hidden_features
-        self.hold(self.init_linen(rngs.params(), options).get("params", {}), metadata)
-
-    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
-        """Sets `spec` to a linen module with these options, and returns its variables."""
-        raise NotImplementedError
-
-    def hold(self, params: Mapping[str, Any], metadata: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes an `nnx.Param` of each parameter, with the metadata of its path ("gates/input")."""
+        params = self.init_linen(rngs.params(), options).get("params", {})
+        metadata = metadata or {}
         unknown = metadata.keys() - {f"{g}/{name}" for g, group in params.items() for name in group}
         if unknown:
             raise errors.UsageError(
@@ -60,6 +51,10 @@ class _Shell(nnx.Module):
                 for name, leaf in leaves.items()
             }
             setattr(self, group, nnx.Dict(held))
+
+    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+        """Sets `spec` to a linen module with these options, and returns its variables."""
+        raise NotImplementedError
 
     def params(self) -> dict[str, dict[str, jax.Array]]:
         """The parameters as a dict, in the form that linen takes."""
