@@ -153,15 +153,17 @@ class Vocabulary:
         return data.decode("utf-8", "replace")
 
     def find_unknown(self, text: str | bytes) -> list[str]:
-        """The distinct tokens of a text that map to `<UNK>`, in order of first appearance."""
-        if self.level == "word":
-            tokens = _as_text(text).split()
-        elif self.level == "character":
-            tokens = list(_as_text(text).replace("\n", ""))
-        else:
+        """The distinct tokens of a text that the vocabulary lacks, in order of first appearance."""
+        return [token for token in dict.fromkeys(self.spell_unknown(text)) if token not in self]
+
+    def spell_unknown(self, text: str | bytes) -> list[str]:
+        """The spelling of every token of a text that maps to `<UNK>`, in the order of the text."""
+        if self.level == "byte":
             data = _as_bytes(text).replace(b"\n", b"")
-            return [f"0x{b:02x}" for b in dict.fromkeys(data) if _character(b, "byte") not in self]
-        return [token for token in dict.fromkeys(tokens) if token not in self]
+            return [f"0x{b:02x}" for b in data if _character(b, "byte") not in self]
+        text = _as_text(text)
+        tokens = text.split() if self.level == "word" else text.replace("\n", "")
+        return [token for token in tokens if token == UNKNOWN or token not in self]
 
     def __contains__(self, token: str) -> bool:
         return token in self.ids

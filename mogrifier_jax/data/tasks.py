@@ -51,8 +51,9 @@ class Task(NamedTuple):
     stream: Any
     batch_at: Callable[[Any, jax.Array], Any]
     plan: Callable[..., Plan]  # plan(split, num_stripes, window=..., mesh=...)
-    num_lines: Callable[[str], int]  # Of a split.
-    summary: tuple[tuple[str, Any], ...]  # Rows for the table at the start.
+    # Of a split that is cut into stripes. Lines that stand alone do not limit the batch.
+    num_lines: Callable[[str], int] = lambda split: 1 << 30
+    summary: tuple[tuple[str, Any], ...] = ()  # Rows for the table at the start.
 
     @property
     def score_unit(self) -> str:
@@ -64,11 +65,6 @@ def kind_of(section: Mapping[str, Any]) -> Kind:
     """The kind of the task of `config.data`."""
     generated = section["name"] in GENERATED
     return Kind(encoder_decoder=generated, carries=not (generated or section.get("episodic")))
-
-
-def corpus_options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.data` says about its corpus, for `corpora.load_corpus`."""
-    return {key: value for key, value in section.items() if key not in READING}
 
 
 def make_task(
@@ -180,8 +176,6 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
         stream=streams.make_line_stream(corpus.train, key, eos, mesh),
         batch_at=spread(train_lines, mesh),
         plan=plan,
-        # Every line is an example, so each batch may be as large as in training.
-        num_lines=lambda split: 1 << 30,
         summary=_describe(corpus),
     )
 
@@ -220,7 +214,6 @@ def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> T
             lambda _, index: streams.train_copies(task, index, batch_size=batch_size), mesh
         ),
         plan=plan,
-        num_lines=lambda split: 1 << 30,
         summary=(("task", "reverse copy"), ("length", task.length), ("examples", task.num_train)),
     )
 
@@ -243,18 +236,16 @@ class Size(NamedTuple):
 
     vocabulary: int
     unit: str
-    tokens: int  # Of the training text,
-    lines: int  # and its lines.
-    valid_tokens: int
-    valid_lines: int
+    train: tuple[int, int]  # Tokens and lines.
+    valid: tuple[int, int]
 
 
 SIZES = {
-    "ptb": Size(10_001, "word", 929_589, 42_068, 73_760, 3_370),
-    "ptb_char": Size(51, "character", 5_017_483, 42_069, 393_043, 3_371),
-    "wikitext2": Size(33_279, "word", 2_088_628, 36_718, 217_646, 3_760),
-    "enwik8": Size(206, "byte", 90_000_001, 1_017_183, 5_000_001, 54_258),
-    "mwc": Size(300, "character", 10_000_000, 100_000, 500_000, 5_000),
+    "ptb": Size(10_001, "word", (929_589, 42_068), (73_760, 3_370)),
+    "ptb_char": Size(51, "character", (5_017_483, 42_069), (393_043, 3_371)),
+    "wikitext2": Size(33_279, "word", (2_088_628, 36_718), (217_646, 3_760)),
+    "enwik8": Size(206, "byte", (90_000_001, 1_017_183), (5_000_001, 54_258)),
+    "mwc": Size(300, "character", (10_000_000, 100_000), (500_000, 5_000)),
 }
 ASSUMED = {"mwc": "the size of the corpus is assumed: 10M characters of 300 kinds"}
 
@@ -268,64 +259,52 @@ def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
         return make_task(jax.random.key(0), mesh, **section)
     size = _find_size(section)
     batch_size, window = section["batch_size"], section["window"]
-    episodic = section.get("episodic", False)
+    words: Any = range(size.vocabulary)  # Only its length is asked for.
 
     def leaf(*shape, dtype=jnp.int32, axes=()):
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    shared = dict(
-        tokens=leaf(size.tokens, dtype=corpora.smallest_dtype(size.vocabulary)),
-        key=leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype),
-        eos=leaf(),
-    )
-    stream: Any
-    if episodic:
-        stream = streams.LineStream(bounds=leaf(size.lines + 1), **shared)
-        train_lines = functools.partial(streams.train_lines, batch_size=batch_size, window=window)
-        batch_at = spread(train_lines, mesh)
-    else:
-        stripes = leaf(batch_size, axes=["data"])
-        stream = streams.TrainStream(
-            line_starts=leaf(size.lines), stripes=stripes, bases=stripes, **shared
-        )
-        batch_at = functools.partial(streams.train_window, window=window)
-    words: Any = range(size.vocabulary)  # Only its length is asked for.
+    key, eos = leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype), leaf()
 
-    def plan(split, num_stripes):
-        tokens, lines = size.tokens, size.lines
-        if split == "valid":
-            tokens, lines = size.valid_tokens, size.valid_lines
-        text = dict(shared, tokens=leaf(tokens, dtype=shared["tokens"].dtype))
-        evaluated: Any
-        if episodic:
-            evaluated = streams.LineStream(bounds=leaf(lines + 1), **text)
-            cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
-            return Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, False, mesh)
-        stripes = num_stripes + -num_stripes % mesh.shape["data"]
-        ends = leaf(stripes, axes=["data"])
-        evaluated = streams.EvalStream(text["tokens"], begins=ends, ends=ends, eos=text["eos"])
+    def read(split):
+        tokens, lines = size.valid if split == "valid" else size.train
+        return leaf(tokens, dtype=corpora.smallest_dtype(size.vocabulary)), lines
+
+    def read_lines(split):
+        tokens, lines = read(split)
+        return streams.LineStream(tokens, leaf(lines + 1), key, eos)
+
+    def plan_lines(split, num_stripes):
+        stream = read_lines(split)
+        cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
+        count = -(-(stream.bounds.shape[0] - 1) // num_stripes)
+        return Plan(stream, cut, count, num_stripes, carries=False, mesh=mesh)
+
+    def plan_stripes(split, num_stripes):
+        tokens, _ = read(split)
+        ends = leaf(fill(num_stripes, mesh), axes=["data"])
+        stream = streams.EvalStream(tokens, begins=ends, ends=ends, eos=eos)
         cut = functools.partial(streams.eval_window, window=window)
         # Stripes are taken to be equally long; real ones end with a line.
-        return Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True, mesh)
+        count = -(-tokens.shape[0] // num_stripes // window)
+        return Plan(stream, cut, count, ends.shape[0], carries=True, mesh=mesh)
 
-    return Task(
-        words,
-        size.unit,
-        carries=not episodic,
-        stream=stream,
-        batch_at=batch_at,
-        plan=plan,
-        num_lines=lambda split: 1 << 30 if episodic else size.valid_lines,
-        summary=(),
-    )
+    if section.get("episodic", False):
+        cut = functools.partial(streams.train_lines, batch_size=batch_size, window=window)
+        stream = read_lines("train")
+        return Task(words, size.unit, False, stream, spread(cut, mesh), plan_lines)
+    (tokens, lines), stripes = read("train"), leaf(batch_size, axes=["data"])
+    stream = streams.TrainStream(tokens, leaf(lines), stripes, stripes, key, eos)
+    cut = functools.partial(streams.train_window, window=window)
+    return Task(words, size.unit, True, stream, cut, plan_stripes, lambda split: size.valid[1])
 
 
 def _find_size(section: Mapping[str, Any]) -> Size:
     """From the table, or of the corpus itself, which is then read."""
     if section["name"] in SIZES:
         return SIZES[section["name"]]
-    corpus = corpora.load_corpus(section["name"], **corpus_options(section))
-    splits = (corpus.train, corpus.valid)
-    counts = (count for split in splits for count in (len(split.tokens), len(split.line_starts)))
-    return Size(len(corpus.vocabulary), corpus.unit, *counts)
+    options = {key: value for key, value in section.items() if key not in READING}
+    corpus = corpora.load_corpus(section["name"], **options)
+    train, valid = ((len(s.tokens), len(s.line_starts)) for s in (corpus.train, corpus.valid))
+    return Size(len(corpus.vocabulary), corpus.unit, train, valid)
