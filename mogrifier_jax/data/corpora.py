@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -278,36 +277,25 @@ def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corp
         ~/.cache.
       source_dir: a folder with files that were already downloaded; by default
         $MOGRIFIER_DATA_DIR, if set.
-      **options: of `mwc`, the language; of `text`, the fields of `datasets.text.Options`. None
-        stands for the default.
+      **options: the OPTIONS of the builder. None stands for the default.
     """
-    readers = _readers()
-    if name not in readers:
-        raise errors.UsageError(f"corpus {name!r} is unknown; use one of {', '.join(readers)}")
-    reader, accepted = readers[name]
+    from mogrifier_jax.data import datasets
+
+    if name not in (known := [*datasets.BUILDERS, "pydoc"]):
+        raise errors.UsageError(f"corpus {name!r} is unknown; use one of {', '.join(known)}")
+    accepted = () if name == "pydoc" else datasets.BUILDERS[name].OPTIONS
     options = {key: value for key, value in options.items() if value is not None}
     for key in options:
         if key not in accepted:
-            known = f"its options are {', '.join(accepted)}" if accepted else "it has none"
-            raise errors.UsageError(f"corpus {name!r} has no option {key!r}; {known}")
-    return reader(name, _default_data_dir(data_dir), _default_source_dir(source_dir), **options)
+            has = f"its options are {', '.join(accepted)}" if accepted else "it has none"
+            raise errors.UsageError(f"corpus {name!r} has no option {key!r}; {has}")
+    data_dir, source_dir = _default_data_dir(data_dir), _default_source_dir(source_dir)
+    if name == "pydoc":
+        return _read_pydoc()
+    return _read_prepared(name, data_dir, source_dir, options)
 
 
-@functools.cache
-def _readers() -> dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]]:
-    """For each name its reader and the options that it takes."""
-    from mogrifier_jax.data import datasets
-
-    options_of_text = dataclasses.fields(datasets.text.Options)
-    return {
-        **dict.fromkeys(datasets.BUILDERS, (_read_prepared, ())),
-        "mwc": (_read_mwc, ("language",)),
-        "text": (_read_text, tuple(field.name for field in options_of_text)),
-        "pydoc": (_read_pydoc, ()),
-    }
-
-
-def _read_pydoc(name, data_dir, source_dir) -> Corpus:
+def _read_pydoc() -> Corpus:
     """The language reference that `help()` shows: English, the same for each Python version."""
     from mogrifier_jax.data.datasets import text
 
@@ -320,53 +308,32 @@ def _read_pydoc(name, data_dir, source_dir) -> Corpus:
         ) from error
     whole = "".join(topics[topic].rstrip("\n") + "\n" for topic in sorted(topics))
     texts = text.cut(whole, (0.9, 0.05, 0.05), "pydoc_data.topics")
-    return _encode(name, "character", "character", iter(texts))
+    return _encode("pydoc", "character", "character", iter(texts))
 
 
-def _read_prepared(
-    name, data_dir, source_dir, *, level=None, encoding="utf-8", **builder_options
-) -> Corpus:
+def _read_prepared(name, data_dir, source_dir, options) -> Corpus:
     from mogrifier_jax.data import datasets
     from mogrifier_jax.data.datasets import base
 
     kind = datasets.BUILDERS[name]
-    level = level or kind.LEVEL
-    make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), **builder_options)
+    config = kind.configure(**options)
+    make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), config=config)
     builder = base.prepare(make_builder, source_dir)
+    level = builder.level
 
     def read(split):
         content = base.read(builder, split)
         if level == "byte":
             return content.data
         try:
-            return content.tobytes().decode(encoding)
+            return content.tobytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise errors.UsageError(
-                f"the {split} text of {name} is not {encoding}: {error.reason} at byte "
+                f"the {split} text of {name} is not utf-8: {error.reason} at byte "
                 f"{error.start}; fetch it again and delete {builder.data_path}"
             ) from error
 
     return _encode(name, level, kind.UNIT or level, map(read, base.SPLITS))
-
-
-def _read_mwc(name, data_dir, source_dir, *, language="en") -> Corpus:
-    from mogrifier_jax.data.datasets import mwc
-
-    if language not in mwc.LANGUAGES:
-        raise errors.UsageError(
-            f"language {language!r} is unknown; use one of {', '.join(mwc.LANGUAGES)}"
-        )
-    return _read_prepared(name, data_dir, source_dir, config=language)
-
-
-def _read_text(name, data_dir, source_dir, **options) -> Corpus:
-    from mogrifier_jax.data.datasets import text
-
-    if "fractions" in options:
-        options["fractions"] = tuple(options["fractions"])
-    parsed = text.Options(**options)
-    config = text.make_config(parsed)
-    return _read_prepared(name, data_dir, None, level=parsed.level, config=config)
 
 
 def _encode(name, level, unit, texts) -> Corpus:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -30,6 +31,7 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
 
     LEVEL = "word"  # What the text is cut into,
     UNIT: str | None = None  # and what such a token is for people, if something else.
+    OPTIONS: tuple[str, ...] = ()  # The keywords of `configure`.
     SOURCE: sources.Source
     DESCRIPTION: str
     HOMEPAGE: str | None = None
@@ -38,6 +40,16 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     def __init__(self, *, file_format=None, **kwargs):
         # The default of tfds needs TensorFlow to write.
         super().__init__(file_format=file_format or "array_record", **kwargs)
+
+    @classmethod
+    def configure(cls) -> Any:
+        """The config of tfds for these options of a corpus; None if it has none."""
+        return None
+
+    @property
+    def level(self) -> str:
+        """What the text is cut into."""
+        return self.LEVEL
 
     def load_texts(self, source_dir) -> tuple[bytes | memoryview, ...]:
         """The bytes of train, valid and test, checked."""

@@ -46,6 +46,19 @@ class Text(base.TextBuilder):
     """Local files; stored as UTF-8, or unchanged at level "byte"."""
 
     DESCRIPTION = "A text from local files."
+    OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
+
+    @classmethod
+    def configure(cls, **options) -> TextConfig:
+        """The config of the fields of `Options`."""
+        if "fractions" in options:
+            options["fractions"] = tuple(options["fractions"])
+        return make_config(Options(**options))
+
+    @property
+    def level(self) -> str:
+        """What the options say."""
+        return self.builder_config.options.level
 
     def load_texts(self, source_dir) -> tuple[bytes, ...]:
         """Reads the files that the options name."""
