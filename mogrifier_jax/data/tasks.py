@@ -1,8 +1,8 @@
-"""What is trained on: a stream of text, lines that stand alone, or the reverse copy task.
+"""The three tasks: a stream of text, lines that stand alone, and the reverse copy task.
 
-A task knows its vocabulary, gives the batch of every training step, and cuts its splits
-into plans for evaluation. Everything after it is the same for all three. An abstract task is what
-preflight compiles with.
+A task has a vocabulary, gives the batch of every training step, and makes plans to evaluate its
+splits. The code that trains and evaluates is the same for all three. An abstract task has shapes
+instead of data; preflight compiles with it.
 """
 
 import dataclasses
@@ -17,33 +17,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, streams
 
-# What a token is, and the unit that people read its cross-entropy in.
+# The unit in which people read the cross-entropy of each kind of token.
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
-# Keys of `config.data` that say how a text is read, not which.
+# Keys of `config.data` that are not options of the corpus.
 READING = ("name", "batch_size", "window", "drop_state_probability", "episodic")
-LONG_WINDOW = 10_000  # Tokens; up to here a text may be shorter than the window it is read in.
+LONG_WINDOW = 10_000  # Tokens. A window up to this size may be longer than the text.
 
 
 class Kind(NamedTuple):
-    """What `config.data` says of a task before anything is read."""
+    """The properties of a task that `config.data` decides before anything is read."""
 
     encoder_decoder: bool  # Whether the model reads a source before it predicts.
     carries: bool  # Whether the state goes on from window to window.
 
 
 class Plan(NamedTuple):
-    """A split laid out for evaluation."""
+    """How evaluation reads a split."""
 
-    stream: Any  # What `batch_at` reads from: a tree of arrays.
+    stream: Any  # The tree of arrays that `batch_at` reads.
     batch_at: Callable[[Any, jax.Array], Any]  # (stream, index) to the batch of that window.
     num_windows: int
     batch_size: int
     carries: bool  # Whether the state goes on from window to window.
-    mesh: Mesh | None = None  # Where stream and batches lie; None: on one device.
+    mesh: Mesh | None = None  # The devices that have stream and batches; None means one device.
 
 
 class Task(NamedTuple):
-    """See the module's docstring."""
+    """A vocabulary, the batches of training, and plans for evaluation."""
 
     vocabulary: corpora.Vocabulary
     unit: str  # What a token is: "word", "character" or "byte".
@@ -57,7 +57,7 @@ class Task(NamedTuple):
 
     @property
     def score_unit(self) -> str:
-        """In which unit people read a cross-entropy: perplexity or bits per token."""
+        """The unit in which people read the cross-entropy: perplexity or bits per token."""
         return SCORE_UNITS[self.unit]
 
 
@@ -94,7 +94,7 @@ def plan_text(
     window: int,
     mesh: Mesh | None = None,
 ) -> Plan:
-    """Any encoded text as stripes of a stream; over a mesh, empty stripes fill it up."""
+    """The plan of any encoded text; empty stripes fill up the mesh."""
     check_window(window, len(encoded.tokens), "a text")
     stream = streams.make_eval_stream(encoded, num_stripes, eos_id, mesh)
     return Plan(
@@ -108,7 +108,7 @@ def plan_text(
 
 
 def check_window(window: int, longest: int, what: str) -> None:
-    """Refuses a window that nothing fills: it would take its time and memory for padding."""
+    """Refuses a window that no text fills, since padding would cost time and memory."""
     if window > max(longest, LONG_WINDOW):
         raise errors.UsageError(
             f"a window of {window:,} tokens is longer than {what} of {longest:,}; take at most "
@@ -136,7 +136,7 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
 
 
 def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
-    """Splits examples over the mesh axis "data"; where state is carried, its place does that."""
+    """Splits examples over the mesh axis "data"; the sharding of their state splits stripes."""
     if mesh is None or mesh.shape["data"] == 1:
         return batch_at
     over_data = NamedSharding(mesh, PartitionSpec("data"))
@@ -146,7 +146,7 @@ def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
 
 
 def fill(batch_size: int, mesh: Mesh | None) -> int:
-    """The batch size rounded up to what the mesh axis "data" divides."""
+    """The batch size, rounded up to a multiple of the mesh axis "data"."""
     devices = mesh.shape["data"] if mesh else 1
     return -(-batch_size // devices) * devices
 
@@ -181,7 +181,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
 
 
 def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> Task:
-    del source_dir, data_dir  # Generated, not read.
+    del source_dir, data_dir  # The examples are generated.
     known = [field.name for field in dataclasses.fields(streams.ReverseCopy)]
     options = {key: value for key, value in options.items() if value is not None}
     for key in options:
@@ -232,7 +232,7 @@ def _describe(corpus) -> tuple[tuple[str, Any], ...]:
 
 
 class Size(NamedTuple):
-    """What decides the shapes of a stream."""
+    """The sizes of a corpus, which decide the shapes of its streams."""
 
     vocabulary: int
     unit: str
@@ -251,9 +251,9 @@ ASSUMED = {"mwc": "the size of the corpus is assumed: 10M characters of 300 kind
 
 
 def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
-    """The task of `config.data` on chips that are not here: it can be traced, not run.
+    """The task of `config.data` on chips that are not here; it can be traced, but not run.
 
-    Its stream has shapes and shardings alone, so a corpus of known size need not be there.
+    Its stream has only shapes and shardings, so a corpus whose size is known is not read.
     """
     if section["name"] in GENERATED:  # On the device: there is no stream.
         return make_task(jax.random.key(0), mesh, **section)
@@ -301,7 +301,7 @@ def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
 
 
 def _find_size(section: Mapping[str, Any]) -> Size:
-    """From the table, or of the corpus itself, which is then read."""
+    """The size from the table, or from the corpus itself, which is then read."""
     if section["name"] in SIZES:
         return SIZES[section["name"]]
     options = {key: value for key, value in section.items() if key not in READING}
