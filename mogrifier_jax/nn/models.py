@@ -148,14 +148,12 @@ class LanguageModel(Sizes):
     def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
         """The values of all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
         xs = self.look_up(self.embedding, "inputs", inputs, Dropout())
-        carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
         carry, gates = self.stack.gates(carry, xs)
         return gates, carry
 
     def run(self, inputs, carry, valid, rates):
         """From tokens [B, T] to the carry and the stack's outputs [T, B, H]."""
         xs = self.look_up(self.embedding, "inputs", inputs, rates)
-        carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
         return self.stack(carry, xs, valid, rates)
 
 
@@ -208,9 +206,8 @@ class EncoderDecoder(Sizes):
         """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
         rates = rates or Dropout()
         xs = self.look_up(self.source_embedding, "source", source, rates)
-        carry = self.encoder.initial_carry(source.shape[0])
         valid = None if source_lengths is None else _valid(source_lengths, source)
-        carry, _ = self.encoder(carry, xs, valid, rates)
+        carry, _ = self.encoder(None, xs, valid, rates)
         return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
 
 

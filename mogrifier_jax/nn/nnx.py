@@ -228,16 +228,11 @@ class RNN(nnx.RNN):
         if found is None:
             return super().__call__(inputs, rngs=rngs, **given)
         names = ("time_major", "return_carry", "reverse", "keep_order", "unroll", "fast")
-        module = rnn.RNN(
-            found.cell,
-            **{name: getattr(self, name) for name in names},
-            remat_window=self.remat_window,
-            state_dropout=self.state_dropout,
-            deterministic=self.deterministic if deterministic is None else deterministic,
-            parent=None,
-        )
+        options = {name: getattr(self, name) for name in (*names, "remat_window", "state_dropout")}
+        deterministic = self.deterministic if deterministic is None else deterministic
+        module = rnn.RNN(found.cell, **options, deterministic=deterministic, parent=None)
         keys = {}
-        if self.state_dropout and not module.deterministic:
+        if self.state_dropout and not deterministic:
             stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
             if stream is None:
                 raise errors.UsageError(

@@ -343,7 +343,7 @@ class Stack(nn.Module):
 
     def __call__(
         self,
-        carry: tuple[Any, ...],
+        carry: tuple[Any, ...] | None,
         xs: jax.Array,
         valid: jax.Array | None = None,
         rates: Dropout = NO_DROPOUT,
@@ -361,7 +361,7 @@ class Stack(nn.Module):
         carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
         return carry, total
 
-    def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
+    def gates(self, carry: tuple[Any, ...] | None, xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
         """Returns the carry, and every gate of every layer, [T, B, ...]."""
         carry, _, found = self.run_layers(RNN.gates, carry, xs)
         return carry, [gates for (gates,) in found]
@@ -370,7 +370,9 @@ class Stack(nn.Module):
         """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
 
         Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
+        Without a carry it starts from the initial one.
         """
+        carry = self.initial_carry(xs.shape[1]) if carry is None else carry
         check(
             isinstance(carry, tuple | list) and len(carry) == self.num_layers,
             f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
