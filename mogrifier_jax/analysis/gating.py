@@ -93,17 +93,13 @@ def merge(one: Summary | None, other: Summary) -> Summary:
     two = Summary(*(np.asarray(field, np.float64) for field in other))
     if one is None or not two.count:
         return one or two
-    count = one.count + two.count
+    added = Summary(*map(np.add, one, two))
     shift = two.mean - one.mean
-    return Summary(
-        count=count,
-        mean=one.mean + shift * two.count / count,
-        m2=one.m2 + two.m2 + shift**2 * one.count * two.count / count,
-        low=one.low + two.low,
-        high=one.high + two.high,
+    return added._replace(
+        mean=one.mean + shift * two.count / added.count,
+        m2=added.m2 + shift**2 * one.count * two.count / added.count,
         minimum=np.minimum(one.minimum, two.minimum),
         maximum=np.maximum(one.maximum, two.maximum),
-        histogram=one.histogram + two.histogram,
     )
 
 
