@@ -284,7 +284,6 @@ def _call(place: Place, end: float, timeout: float) -> None:
         server.setblocking(False)
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(server, selectors.EVENT_READ)
-        heard: dict[socket.socket, bytes] = {}
         while not problem and members.keys() != expected:
             if time.monotonic() >= end:
                 missing = sorted(expected - members.keys())
@@ -295,19 +294,16 @@ def _call(place: Place, end: float, timeout: float) -> None:
                     with contextlib.suppress(OSError):
                         guest = stack.enter_context(server.accept()[0])
                         guest.setblocking(False)
-                        heard[guest] = b""
-                        selector.register(guest, selectors.EVENT_READ)
+                        selector.register(guest, selectors.EVENT_READ, bytearray())
                     continue
-                guest = key.fileobj  # type: ignore[assignment]
-                try:
+                guest, heard, more = key.fileobj, key.data, b""  # type: ignore[assignment]
+                with contextlib.suppress(OSError):
                     more = guest.recv(_LONGEST)
-                except OSError:
-                    more = b""
-                heard[guest] += more
-                if more and b"\n" not in heard[guest] and len(heard[guest]) < _LONGEST:
+                heard += more
+                if more and b"\n" not in heard and len(heard) < _LONGEST:
                     continue  # Its line is not complete.
                 selector.unregister(guest)
-                said = re.fullmatch(rb"\[(\d{1,9}), (\d{1,9})\]\n", heard.pop(guest))
+                said = re.fullmatch(rb"\[(\d{1,9}), (\d{1,9})\]\n", heard)
                 process, count = map(int, said.groups()) if said else (0, 0)
                 if process in members:
                     problem = f"two processes say that they are process {process}"
