@@ -148,17 +148,15 @@ class _Walk:
             elif i.opcode == "conditional":
                 self._conditional(i, executions)
             elif i.opcode in ("call", "async-start"):
-                inner = self._called(i)
+                inner = self.program.callee(i)
                 self.computation(inner, [evaluate(o) for o in i.operands], executions)
             else:
                 self._add(computation, i, executions)
                 if i.opcode == "fusion":  # Its own estimate covers everything else in it.
-                    self.collectives += self._apart(self._called(i), executions).collectives
+                    inside = self._apart(self.program.callee(i), executions)
+                    self.collectives += inside.collectives
                 if i.opcode.removesuffix("-start") in COLLECTIVES:
                     self.collectives.append(_collective(computation, i, executions))
-
-    def _called(self, i: hlo.Instruction) -> hlo.Computation:
-        return self.program.computations[i.called.get("calls") or i.called["to_apply"]]
 
     def _add(self, computation: hlo.Computation, i: hlo.Instruction, times: int) -> None:
         moved = hlo.traffic(self.program, computation, i)

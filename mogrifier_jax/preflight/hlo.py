@@ -130,6 +130,10 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
 
+    def callee(self, i: Instruction) -> Computation:
+        """The computation that a fusion or a call runs."""
+        return self.computations[i.called.get("calls") or i.called["to_apply"]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -238,7 +242,7 @@ class Evaluator:
         if i.opcode in _PASS_THROUGH:
             return self(i.operands[0])
         if i.opcode in ("fusion", "call"):
-            inner = self.program.computations[i.called.get("calls") or i.called["to_apply"]]
+            inner = self.program.callee(i)
             values = [self(o) for o in i.operands]
             return Evaluator(self.program, inner, values)(inner.root.name)
         if i.opcode == "while":
@@ -330,7 +334,7 @@ class Dot(NamedTuple):
 def dots(program: Module, computation: Computation, i: Instruction) -> list[Dot]:
     """The matmuls of one instruction: a dot, a library call, or those of a fusion."""
     if i.opcode == "fusion":
-        inner = program.computations[i.called["calls"]]
+        inner = program.callee(i)
         return [dot for j in inner.instructions.values() for dot in dots(program, inner, j)]
     found = _CONTRACTED.search(i.attributes)
     if i.opcode not in ("dot", "custom-call") or not found:
@@ -349,7 +353,7 @@ def traffic(program: Module, computation: Computation, i: Instruction) -> int:
     if "AllocateBuffer" in i.attributes:
         return 0
     if i.opcode == "fusion":
-        inner = program.computations[i.called["calls"]]
+        inner = program.callee(i)
         return _read(inner) + _written(inner)
     if i.opcode in _SLICES:
         return 2 * i.bytes

@@ -1,4 +1,4 @@
-"""Any text of the user's: three files, or one file cut by fractions at ends of lines."""
+"""Any text of the user: three files, or one file that is cut by fractions at ends of lines."""
 
 import dataclasses
 import errno
@@ -107,7 +107,9 @@ def _paths(options: Options) -> list[str]:
 def _read_bytes(path: str) -> bytes:
     try:
         if (place := pathlib.Path(path).expanduser()).exists() and not place.is_file():
-            raise IsADirectoryError(errno.EISDIR, "it is not a file")  # A device has no end.
+            raise IsADirectoryError(
+                errno.EISDIR, "it is not a file"
+            )  # Reading a device may never end.
         content = place.read_bytes()
     except OSError as error:
         raise errors.UsageError(
