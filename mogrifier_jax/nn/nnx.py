@@ -80,8 +80,7 @@ class CellShell(_Shell, nnx.RNNCellBase):
 
     def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
         """Makes one step: inputs are [..., in_features], the output h is [..., hidden_features]."""
-        result: Any = self.spec.apply({"params": self.params()}, carry, inputs)
-        return result
+        return self.spec.apply({"params": self.params()}, carry, inputs)
 
     def initialize_carry(
         self, input_shape: tuple[int, ...], rngs: Any = None, carry_init: Any = None
@@ -151,8 +150,7 @@ class Mogrifier(_Shell):
 
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h; the gates of each read the other."""
-        result: Any = self.spec.apply({"params": self.params()}, x, h)
-        return result
+        return self.spec.apply({"params": self.params()}, x, h)
 
 
 class RNN(nnx.RNN):

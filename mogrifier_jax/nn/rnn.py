@@ -82,11 +82,10 @@ class RNN(nn.RNN):
         if carry is None:
             carry = self.cell.initialize_carry(init_key, (*batch, xs.shape[-1]))
         self.cell.check_carry(carry, (*batch, xs.shape[-1]))
-        lengths = seq_lengths
+        lengths = None if seq_lengths is None else jnp.asarray(seq_lengths)
         if lengths is not None:
-            lengths = jnp.asarray(lengths)
             check(
-                lengths.shape == batch and jnp.issubdtype(lengths.dtype, jnp.integer),
+                lengths.shape == batch,
                 f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one "
                 f"integer for each sequence, here {batch}",
             )
