@@ -1,7 +1,8 @@
 """Every key of a config, with its type, default and limits; and what experiment files share.
 
 An experiment states what is particular to it, and `base` adds the rest. A key is declared once: in
-SECTIONS, or as a field of a cell. What a config leaves out means the default, also in old workdirs.
+SECTIONS, or as a field of a cell. A key that a config leaves out has its default, also in old
+workdirs.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from mogrifier_jax import errors
 
 
 class Key(NamedTuple):
-    """What a key may hold; numbers are finite."""
+    """The values that a key may have; numbers are finite."""
 
     kind: type
     default: Any = None  # None: absent unless set.
@@ -37,7 +38,7 @@ class Key(NamedTuple):
     required: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """Why a value cannot be, after the words "key value"; None if it can."""
+        """Why a value is refused, as words that follow "key value"; None if it is not."""
         if value is None:
             return "is missing; set it" if self.required else None
         accepted: Any = {float: int | float, tuple: tuple | list}.get(self.kind, self.kind)
@@ -74,7 +75,7 @@ class Key(NamedTuple):
 
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
 _KINDS |= {str: "a text", tuple: "a tuple"}
-SEED = Key(int, 1, low=0, high=2**32 - 1)  # JAX takes larger ones for others, silently.
+SEED = Key(int, 1, low=0, high=2**32 - 1)  # JAX silently changes larger ones.
 COUNT = Key(int, low=1, high=10**9)
 TURN = Key(int, low=-1, high=10**9)  # Negative or absent: never.
 RATE = Key(float, 0.0, low=0.0, below=1.0)  # A probability of dropping, or a decay.
@@ -226,7 +227,7 @@ def _find(config: config_dict.ConfigDict, sections: Iterable[str]) -> config_dic
 
 
 def base(*changes: Mapping[str, Any]) -> config_dict.ConfigDict:
-    """Every key at its default, then changed by these (parts of) configs in order; locked."""
+    """A locked config: all defaults, changed by these (parts of) configs in order."""
     config = make_dict(keys())
     for change in changes:
         for name, value in flatten(change).items():
@@ -235,7 +236,7 @@ def base(*changes: Mapping[str, Any]) -> config_dict.ConfigDict:
 
 
 def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
-    """Sets a key; one that is unknown, or a value of another type, is refused."""
+    """Sets a key; refuses an unknown key, and a value of another type."""
     declared = keys()
     if name not in declared:
         section, _, key = name.rpartition(".")
@@ -265,7 +266,7 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(config: config_dict.ConfigDict) -> None:
-    """Refuses what a complete config cannot hold, before anything is computed."""
+    """Refuses a complete config that lacks a value or has a wrong one."""
     values = flatten(config)
     for section, declared in SECTIONS.items():
         for name, key in declared.items():
@@ -275,7 +276,7 @@ def check(config: config_dict.ConfigDict) -> None:
 
 
 def check_values(values: Mapping[str, Any], declared: Mapping[str, Key], prefix: str = "") -> None:
-    """Refuses the first value that its key cannot hold."""
+    """Refuses the first value that its key may not have."""
     for name, value in values.items():
         reason = declared[name].refusal(value)
         if reason:
@@ -340,7 +341,7 @@ def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:
 def build(
     variant: str, common: Mapping[str, Any], *groups: Mapping[str, Mapping[str, Any]]
 ) -> config_dict.ConfigDict:
-    """The config of a variant: what is common, as lamb has it, with a change of each group."""
+    """The config of a variant: lamb's choices, `common`, and the chosen change of each group."""
     names = choose(variant, *groups)
     return base(LAMB, common, *(group[n] for group, n in zip(groups, names, strict=True)))
 
@@ -378,7 +379,7 @@ def load_config(name: str) -> config_dict.ConfigDict:
 
 
 def _blame(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of an experiment file; what it raises is told with the line."""
+    """Calls a function of an experiment file; the message of an error names the line."""
     try:
         return function(*arguments)
     except errors.UsageError:

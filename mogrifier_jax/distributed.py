@@ -1,10 +1,10 @@
-"""Many processes as one run: who they are, roll call, and what happens when one is lost.
+"""Many processes as one run: their places, the roll call, and what happens if one is lost.
 
-`find_place` reads flags and the environment, `session` starts `jax.distributed` and ends it.
-In between a thread in each process (`Watch`) tells the others through the coordinator that it is
-alive; when one falls silent or fails, the rest stop within a bounded time and say which one it
-was. Process 0 is the coordinator: if its host is lost, the runtime itself aborts the others.
-Restarting is the launcher's work, see `launch.py`; requests to stop are in `training/runs.py`.
+`find_place` reads flags and the environment. `session` starts and ends `jax.distributed`. Between
+that, a thread in each process (`Watch`) tells the others through the coordinator that it is alive.
+If one falls silent or fails, the others stop within a bounded time and say which one it was.
+Process 0 is the coordinator. If its host is lost, the runtime itself aborts the others. A launcher
+such as `launch.py` starts them again. `training/runs.py` handles requests to stop.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ class PeerLost(errors.Interrupted):
 
 
 class Place(NamedTuple):
-    """What `jax.distributed` must be told; without a coordinator it asks the TPU pod itself."""
+    """The arguments of `jax.distributed`; without a coordinator it asks the TPU pod."""
 
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
-    local_devices: tuple[int, ...] | None = None  # None: all that this process sees.
+    local_devices: tuple[int, ...] | None = None  # None means all that this process sees.
 
 
 def find_place(
@@ -51,10 +51,10 @@ def find_place(
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> Place | None:
-    """Where this process stands among many, from arguments or the environment; None: it is alone.
+    """The place of this process among many, or None if it is alone.
 
-    In this order: the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
-    (or JOB_COMPLETION_INDEX of an indexed Kubernetes job); Slurm; TPU pods.
+    The first of these decides: the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID (or JOB_COMPLETION_INDEX of an indexed Kubernetes job); Slurm; TPU pods.
     """
     if num_processes == 1:
         return None
@@ -94,7 +94,7 @@ def _explicit(coordinator: str | None, num_processes: int | None, process_id: in
 
 
 def _slurm(environment: Mapping[str, str]) -> Place:
-    """One process for each task; tasks that share a node take a device each."""
+    """The place in a Slurm job; tasks that share a node take one device each."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
     needed = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NNODES")
@@ -113,7 +113,7 @@ def _slurm(environment: Mapping[str, str]) -> Place:
 
 
 def _require_numbers(environment: Mapping[str, str], *names: str) -> None:
-    """Refuses variables of a launcher that are there and not whole numbers."""
+    """Refuses variables of a launcher that are set, but not to whole numbers."""
     for name in names:
         if not environment.get(name, "0").isdecimal():
             raise errors.UsageError(
@@ -123,7 +123,7 @@ def _require_numbers(environment: Mapping[str, str], *names: str) -> None:
 
 
 def _on_tpu_host(environment: Mapping[str, str]) -> bool:
-    """Whether TPU chips are here and meant to be used."""
+    """Whether this host has TPU chips and JAX may use them."""
     if "cpu" in environment.get("JAX_PLATFORMS", ""):
         return False
     return os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
@@ -134,8 +134,8 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
     """Runs its body as one of many processes; does nothing if this one is alone.
 
     Args:
-      peer_timeout: seconds of silence after which a process counts as lost, and the bound of
-        every wait for the others at start and end.
+      peer_timeout: seconds of silence after which a process counts as lost. Waits for the others
+        at start and end are limited by it, too.
     """
     if not 0.1 <= peer_timeout <= 86_400:
         raise errors.UsageError(
@@ -152,7 +152,8 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
         place.process_id,
         place.local_devices,
         initialization_timeout=int(5 * peer_timeout),
-        heartbeat_timeout_seconds=int(2 * peer_timeout) + 10,  # `Watch` comes first, with a name.
+        heartbeat_timeout_seconds=int(2 * peer_timeout)
+        + 10,  # `Watch` is faster, and names the process.
         shutdown_timeout_seconds=int(peer_timeout),
         cluster_detection_method="deactivate" if place.coordinator else None,
     )
@@ -187,7 +188,7 @@ class Watch(threading.Thread):
         beats = 0
         while not self._stopped.wait(self._period):
             beats += 1
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # Silence is noticed below.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # The loop below notices silence.
                 self._put(str(beats))
                 for process, value in self._read().items():
                     if seen.get(process, ("", 0.0))[0] != value:
@@ -213,11 +214,11 @@ class Watch(threading.Thread):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._put(f"{RESTART} {message}")
             if self._me == 0:
-                time.sleep(2 * self._period)  # Others read it here.
+                time.sleep(2 * self._period)  # The others read the message from this process.
         os._exit(code)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends this process with the error's exit code, such that the others learn of it."""
+        """Tells the others of an error, and ends this process with the error's exit code."""
         code = getattr(error, "exit_code", 1)
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else 1
@@ -230,14 +231,14 @@ class Watch(threading.Thread):
             traceback.print_exception(error)
         if isinstance(error, jax.errors.JaxRuntimeError):
             logging.warning("looking whether another process was lost")
-            time.sleep(self._timeout + 2 * self._period)  # The watch ends this process if so.
+            time.sleep(self._timeout + 2 * self._period)  # If so, the watch ends this process.
         self.leave(f"{code} {str(error).splitlines()[0][:200] if str(error) else repr(error)}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
     def leave(self, status: str) -> None:
-        """Stops watching; process 0, which keeps all messages, lets the others leave first."""
+        """Stops watching; process 0 has all messages, so it waits until the others have left."""
         self._stopped.set()
         self.join(2 * self._period)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -260,8 +261,8 @@ class Watch(threading.Thread):
 def roll_call(place: Place, timeout: float) -> None:
     """Waits until all processes have reached the coordinator; names those that have not.
 
-    It takes place at the coordinator's port, which is free again afterwards. `jax.distributed`
-    would abort all of them without a name.
+    It uses the coordinator's port, which is free again afterwards. `jax.distributed` would abort
+    all processes without naming the missing ones.
     """
     end = time.monotonic() + timeout
     if place.process_id:
@@ -271,9 +272,9 @@ def roll_call(place: Place, timeout: float) -> None:
 
 
 def _call(place: Place, end: float, timeout: float) -> None:
-    """Process 0: notes who comes, and tells all of them the outcome.
+    """What process 0 does: it notes who comes, and tells all of them the outcome.
 
-    A guest that sends nothing, too much, or another text than a member is left out.
+    A guest that sends nothing, too much, or another text than a member sends is ignored.
     """
     members: dict[int, socket.socket] = {}
     expected = set(range(1, place.num_processes))  # type: ignore[arg-type]
@@ -283,7 +284,6 @@ def _call(place: Place, end: float, timeout: float) -> None:
         server.setblocking(False)
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(server, selectors.EVENT_READ)
-        heard: dict[socket.socket, bytes] = {}
         while not problem and members.keys() != expected:
             if time.monotonic() >= end:
                 missing = sorted(expected - members.keys())
@@ -294,19 +294,16 @@ def _call(place: Place, end: float, timeout: float) -> None:
                     with contextlib.suppress(OSError):
                         guest = stack.enter_context(server.accept()[0])
                         guest.setblocking(False)
-                        heard[guest] = b""
-                        selector.register(guest, selectors.EVENT_READ)
+                        selector.register(guest, selectors.EVENT_READ, bytearray())
                     continue
-                guest = key.fileobj  # type: ignore[assignment]
-                try:
+                guest, heard, more = key.fileobj, key.data, b""  # type: ignore[assignment]
+                with contextlib.suppress(OSError):
                     more = guest.recv(_LONGEST)
-                except OSError:
-                    more = b""
-                heard[guest] += more
-                if more and b"\n" not in heard[guest] and len(heard[guest]) < _LONGEST:
+                heard += more
+                if more and b"\n" not in heard and len(heard) < _LONGEST:
                     continue  # Its line is not complete.
                 selector.unregister(guest)
-                said = re.fullmatch(rb"\[(\d{1,9}), (\d{1,9})\]\n", heard.pop(guest))
+                said = re.fullmatch(rb"\[(\d{1,9}), (\d{1,9})\]\n", heard)
                 process, count = map(int, said.groups()) if said else (0, 0)
                 if process in members:
                     problem = f"two processes say that they are process {process}"
@@ -333,7 +330,7 @@ def _tell(guest: socket.socket, problem: str) -> None:
 def _listen(place: Place) -> socket.socket:
     """A server at the coordinator's address, or at all of this host's addresses.
 
-    The coordinator's address is not this host's own where a service stands in front of it.
+    If a service stands in front of this host, the coordinator's address is not its own.
     """
     host, port = _address(place)
     try:
@@ -358,7 +355,7 @@ def _address(place: Place) -> tuple[str, int]:
 
 
 def _answer(place: Place, end: float, timeout: float) -> None:
-    """The others: report to process 0 and hear whether all have come."""
+    """What the others do: report to process 0, and hear whether all have come."""
     failure: Exception = TimeoutError("no answer")
     while time.monotonic() < end + 5:
         try:

@@ -1,7 +1,7 @@
-"""What a run says to people when it ends early.
+"""The errors that end a run with a sentence for people.
 
-`main.py` prints the message of these, without a traceback, and exits with their code;
-everything else is a bug and keeps its traceback.
+`main.py` prints the message of these without a traceback, and exits with their code. Any other
+error is a bug and keeps its traceback.
 """
 
 
@@ -18,10 +18,10 @@ class Diverged(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """Stopped on request, with everything saved: launchers should start the run again."""
+    """The run was stopped on request and is saved; a launcher should start it again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again.
 
 
 class Abandoned(RuntimeError):
-    """A run is not worth going on with; whoever started it knows why."""
+    """The code that started the run has stopped it, because it is not worth going on."""

@@ -2,10 +2,10 @@
 
     python -m mogrifier_jax.launch --processes=2 -- --config=experiments/pydoc.py:tiny
 
-What stands behind `--` are flags of `main.py`. SIGTERM and Ctrl-C are passed on: every process
-saves the same step, and the launcher ends with code 75. If that happens unasked (a process was
-preempted, killed or lost), all are started again, up to `--restarts` times. Mistakes, such as a
-wrong flag, are not repeated. On several machines a scheduler does this work: see launch/.
+Flags after `--` are those of `main.py`. The launcher passes SIGTERM and Ctrl-C on. Then every
+process saves the same step, and the launcher ends with code 75. If a process was preempted, killed
+or lost, the launcher starts all of them again, up to `--restarts` times. It does not repeat
+mistakes such as a wrong flag. On several machines a scheduler does this work: see launch/.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Launcher:
-    """A group of processes that stand and fall together."""
+    """The processes of one run; if one fails, all end."""
 
     def __init__(self, processes: int, devices: int, grace: float):
         self._count, self._devices, self._grace = processes, devices, grace
@@ -69,7 +69,7 @@ class Launcher:
         self.stopping = False
 
     def run(self, flags: Sequence[str]) -> int:
-        """Starts all, waits for all, and says with one exit code how it went."""
+        """Starts all processes, waits for them, and returns one exit code for all."""
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(self._devices)}
         environment.setdefault("NPROC", str(max(4, 2 * self._devices)))  # Fewer threads deadlock.
         address = f"127.0.0.1:{_free_port()}"
@@ -90,16 +90,16 @@ class Launcher:
         return combine(codes)
 
     def stop(self, number: int, _) -> None:
-        """Passes a signal on; nothing is started again after it."""
+        """Passes a signal on; after that nothing is started again."""
         self.stopping = True
         for process in self._running:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
 
     def _wait(self) -> list[int]:
-        """Exit codes; once one process has failed, the others get `grace` seconds."""
+        """Waits for the exit codes; if one process fails, the others have `grace` seconds."""
         deadline = None
-        # All are polled: the code of one that ended is known only then.
+        # All are polled, because only that sets the code of a process that has ended.
         while None in [process.poll() for process in self._running]:
             time.sleep(0.1)
             if deadline is None and any(process.returncode for process in self._running):
@@ -114,7 +114,7 @@ class Launcher:
 
 
 def combine(codes: Sequence[int]) -> int:
-    """One exit code for all: a mistake counts most, then what a restart may heal, then success."""
+    """One exit code for all: that of a mistake, else RESTART if any process failed, else 0."""
     for code in codes:
         if code > 0 and code != RESTART and code < 128:
             return code

@@ -1,7 +1,7 @@
-"""Flags and dispatch: `python -m mogrifier_jax.main --config=experiments/pydoc.py`.
+"""The command line: `python -m mogrifier_jax.main --config=experiments/pydoc.py`.
 
-Flags are defined here and nowhere else; each mode is a function of another module, imported
-when it is used. What people or their disks can cause ends with one sentence and exit code 2.
+Only this module defines flags. Each mode is a function of another module, which is imported when
+it is used. An error that people or their disks can cause ends with one sentence and exit code 2.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from mogrifier_jax import configs, errors
 
 FLAGS = flags.FLAGS
 MODES = "train evaluate sample export preflight sweep inspect explore tune config".split()
-# What a missing module belongs to: the package alone is enough for the cells.
+# The extra that a missing module belongs to. The cells need no extra.
 EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
     **dict.fromkeys(("matplotlib", "tensorboardX"), "plot"),
@@ -44,7 +44,7 @@ REMEDIES = {
     errno.EIO: "the disk may be failing; copy what is there, and go on elsewhere",
 }
 
-# What JAX says of devices, and we.
+# How JAX's messages about devices begin, and what this program says instead.
 DEVICES = {
     "RESOURCE_EXHAUSTED": "the devices have not enough memory ({}); lower the window, the batch "
     "size or what runs side by side, or use more devices",
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
     from mogrifier_jax import distributed, partitioning
     from mogrifier_jax.training import progress, runs
 
-    logging.set_verbosity(logging.WARNING)  # While libraries start.
+    logging.set_verbosity(logging.WARNING)  # Libraries log a lot when they start.
     runs.check_flags()
     runs.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """What the machine refuses becomes a sentence with a remedy; other exceptions are bugs."""
+    """Turns errors of the machine into a sentence with a remedy; other exceptions are bugs."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -127,7 +127,7 @@ def sentences() -> Iterator[None]:
             f'pip install "mogrifier_jax[{EXTRAS[error.name]}]"'
         ) from None
     except BrokenPipeError:
-        # Whoever read the output has gone; what is left of it goes nowhere.
+        # The reader of the output has gone. The rest of the output is thrown away.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise errors.UsageError("nobody reads the output any more; what was saved stays") from None
     except RuntimeError as error:
@@ -335,8 +335,8 @@ def explain_config(name: str) -> None:
 
 
 def define_options() -> None:
-    """Flags with options of their own: a misspelt one is an error as they are defined."""
-    if "eval" in FLAGS:  # Of an earlier command line in this process.
+    """Defines --eval.*; it reads the command line, so a misspelt option is an error here."""
+    if "eval" in FLAGS:  # It is there if this process has parsed a command line before.
         delattr(FLAGS, "eval")
     from mogrifier_jax.evaluation import methods
 
@@ -344,11 +344,11 @@ def define_options() -> None:
 
 
 def explain(error: BaseException) -> str:
-    """What people need of an error met while flags were parsed."""
+    """The part of an error in the flags that people need."""
     first = error
     while first.__context__:
         first = first.__context__
-    if isinstance(first, errors.UsageError):  # Of an experiment file, wrapped in its traceback.
+    if isinstance(first, errors.UsageError):  # An experiment file raised it.
         return str(first)
     if isinstance(error, OSError):
         return f"--config cannot be read: {str(error).splitlines()[-1].strip()}"

@@ -1,8 +1,8 @@
-"""Devices, the mesh ("data", "model") over them, and what lies where on it.
+"""The devices, the mesh ("data", "model") of them, and which part of an array each device has.
 
-The batch is split over "data", wide dimensions over "model". What a parameter's axes mean
-follows from its name (`LOGICAL_AXES`), and `MESH_AXES` says which of them are split; nothing
-else in the package knows of mesh axes beyond "data".
+The axis "data" splits the batch, and "model" splits wide dimensions. `LOGICAL_AXES` gives the
+meaning of a parameter's axes by its name, and `MESH_AXES` says which of them are split. Other
+modules use no mesh axis but "data".
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
 
-# By the end of a parameter's path: its logical axes, first to last.
+# The logical axes of a parameter, by the end of its path.
 LOGICAL_AXES = {
     "gates/input": ("features", "gates", "hidden"),
     "gates/recurrent": ("features", "gates", "hidden"),
@@ -50,7 +50,7 @@ def use_cores(count: int | None = None) -> None:
     if count is not None:
         if not 1 <= count <= 1024:
             raise errors.UsageError(f"--cpu_devices={count} must be at least 1 and at most 1024")
-        # Processes started from here are to have as many.
+        # Processes that are started from here shall have the same number.
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     elif _named_count():
         return
@@ -74,7 +74,7 @@ def counted_cores() -> bool:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may run on, at most as many as its container's quota grants."""
+    """The cores that this process may run on, no more than its container's quota allows."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:
@@ -83,7 +83,7 @@ def usable_cores() -> list[int]:
 
 
 def quota(root: pathlib.Path = pathlib.Path("/")) -> float:
-    """How many cores a Linux control group (version 1 or 2) grants at a time; inf without limit."""
+    """How many cores a Linux control group (version 1 or 2) allows at a time; inf without limit."""
     limits = [math.inf]
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -109,9 +109,9 @@ def _quota_of(group: pathlib.Path) -> float:
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
-    """A mesh over all devices; -1 takes what the other axis leaves.
+    """A mesh of all devices; an axis of -1 gets all that the other axis leaves.
 
-    If `use_cores` chose the number of devices, sizes without -1 take only those that they need.
+    If `use_cores` chose the number of devices, sizes without -1 take only as many as they need.
     """
     if devices is None and -1 not in (data, model) and counted_cores():
         devices = jax.devices()[: max(1, data * model)]
@@ -125,7 +125,7 @@ def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
 
 
 def mesh_shape(data: int, model: int, count: int) -> tuple[int, int]:
-    """The (data, model) sizes that `count` devices are laid out in."""
+    """The sizes (data, model) of a mesh of `count` devices."""
     sizes = {"data": data, "model": model}
     for name, size in sizes.items():
         if size == 0 or size < -1:
@@ -187,7 +187,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def with_shardings(tree: Any, mesh: Mesh) -> Any:
-    """The abstract tree with the sharding of each leaf, as `checkpoints` wants it."""
+    """The abstract tree with a sharding for each leaf."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,
@@ -196,12 +196,12 @@ def with_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """On every device."""
+    """The sharding of an array that every device has whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """A copy on every device of the mesh, if there is one."""
+    """Copies a tree to every device of the mesh, if there is a mesh."""
     return tree if mesh is None else jax.device_put(tree, replicated(mesh))
 
 
@@ -216,7 +216,8 @@ def _spec(path, shape, mesh) -> PartitionSpec:
     else:
         return PartitionSpec()
     split = [MESH_AXES.get(axis) for axis in axes]
-    # An odd vocabulary stays whole; sizes that must divide are refused by `check_hidden_size`.
+    # A vocabulary that the mesh does not divide stays whole. `check_hidden_size` has refused other
+    # sizes that the mesh does not divide.
     fits = [
         axis if axis and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(split, shape, strict=True)

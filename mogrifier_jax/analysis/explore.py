@@ -164,16 +164,7 @@ def first_tokens(vocab: corpora.Vocabulary, text: str | bytes, length: int) -> s
 def spell_unknown(vocab: corpora.Vocabulary, text: str | bytes, ids: np.ndarray) -> dict[int, str]:
     """The spelling of each unknown token of a text, by its place."""
     places = np.flatnonzero(ids == vocab.unknown_id).tolist()
-    if vocab.level == "byte":
-        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        pieces = [bytes([b]) for b in data.replace(b"\n", b"")]
-        spelt = [f"0x{b.hex()}" for b in pieces if vocab.encode(b)[0] == vocab.unknown_id]
-    else:
-        text = text if isinstance(text, str) else text.decode()
-        pieces_of = text.split() if vocab.level == "word" else list(text.replace("\n", ""))
-        unknown = vocab.unknown_id
-        spelt = [piece for piece in pieces_of if vocab.ids.get(piece, unknown) == unknown]
-    return dict(zip(places, spelt, strict=False))
+    return dict(zip(places, vocab.spell_unknown(text), strict=False))
 
 
 def read(model: trained.TrainedModel, text: str | bytes) -> dict[str, Any]:

@@ -93,17 +93,13 @@ def merge(one: Summary | None, other: Summary) -> Summary:
     two = Summary(*(np.asarray(field, np.float64) for field in other))
     if one is None or not two.count:
         return one or two
-    count = one.count + two.count
+    added = Summary(*map(np.add, one, two))
     shift = two.mean - one.mean
-    return Summary(
-        count=count,
-        mean=one.mean + shift * two.count / count,
-        m2=one.m2 + two.m2 + shift**2 * one.count * two.count / count,
-        low=one.low + two.low,
-        high=one.high + two.high,
+    return added._replace(
+        mean=one.mean + shift * two.count / added.count,
+        m2=added.m2 + shift**2 * one.count * two.count / added.count,
         minimum=np.minimum(one.minimum, two.minimum),
         maximum=np.maximum(one.maximum, two.maximum),
-        histogram=one.histogram + two.histogram,
     )
 
 
@@ -221,8 +217,7 @@ class GateAnalysis:
                 f"gates of a {type(model).__name__} cannot be read; give a language model"
             )
         self.model, self.plan = model, plan
-        step = functools.partial(read_window, model=model, batch_at=plan.batch_at)
-        self._step = jax.jit(step)
+        self._step = jax.jit(functools.partial(read_window, model=model, batch_at=plan.batch_at))
 
     def __call__(
         self, params: Any, *, max_windows: int | None = None, top: int = 20, title: str = ""
@@ -246,10 +241,9 @@ def read_window(params, stream, carry, index, *, model, batch_at):
     """Summaries of every gate, strengths [L, 2, T, B], ids and valid [B, T], and the carry."""
     batch = batch_at(stream, index)
     gates, carry = model.apply({"params": params}, batch.inputs, carry, method="gates")
-    steps = jnp.arange(batch.inputs.shape[1])[None]
-    full = jnp.full(batch.inputs.shape[0], steps.size)
-    lengths = full if batch.lengths is None else batch.lengths
-    valid = steps < lengths[:, None]
+    valid = jnp.ones(batch.inputs.shape, bool)
+    if batch.lengths is not None:
+        valid = jnp.arange(valid.shape[1])[None] < batch.lengths[:, None]
     layers, rounds = [name_gates(layer) for layer in gates], len(gates[0]["rounds"])
     found = [
         {name: summarise(g, valid.T, *limits(name, rounds)) for name, g in layer.items()}
@@ -300,11 +294,7 @@ def positions(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 def recovery(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES) -> list[dict[str, Any]]:
     """Mean loss of a token after one with a loss above a threshold (as in arXiv:1609.07959)."""
     before, after = np.asarray(nats[:-1], np.float64), np.asarray(nats[1:], np.float64)
-    rows = []
-    for threshold in thresholds:
-        chosen = after[before > threshold]
-        rows.append({"above": threshold, **_describe(chosen)})
-    return rows
+    return [{"above": least, **_describe(after[before > least])} for least in thresholds]
 
 
 def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any]]:
@@ -314,11 +304,10 @@ def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[di
     if list(edges) != sorted(set(edges)):
         raise errors.UsageError(f"edges {tuple(edges)} must grow")
     nats = np.asarray(nats, np.float64)
-    rows = []
-    for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
-        chosen = nats[(keys >= low) & (keys < high)]
-        rows.append({"from": low, "below": high, **_describe(chosen)})
-    return rows
+    return [
+        {"from": low, "below": high, **_describe(nats[(keys >= low) & (keys < high)])}
+        for low, high in zip(edges, [*edges[1:], np.inf], strict=True)
+    ]
 
 
 def _describe(nats: np.ndarray) -> dict[str, Any]:

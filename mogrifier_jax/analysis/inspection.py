@@ -292,11 +292,9 @@ def draw_losses(losses: Mapping[str, tables.Rows], x_label: str) -> Any:
     for name, rows in losses.items():
         left.plot(places, [row["nats"] for row in rows], "o-", color=_colour(name), label=name)
     for name in others:
-        gaps = [a["nats"] - b["nats"] for a, b in zip(losses[name], losses[last], strict=True)]
-        errors = [
-            np.hypot(a["error"], b["error"])
-            for a, b in zip(losses[name], losses[last], strict=True)
-        ]
+        pairs = list(zip(losses[name], losses[last], strict=True))
+        gaps = [a["nats"] - b["nats"] for a, b in pairs]
+        errors = [np.hypot(a["error"], b["error"]) for a, b in pairs]
         right.errorbar(places, gaps, yerr=errors, fmt="o", color=_colour(name), capsize=3)
     right.axhline(0, color="0.7", linewidth=0.8)
     left.set_ylabel("nats per token")

@@ -70,17 +70,11 @@ class Sweep:
         """The variant and the size, as `get_config` takes them."""
         return ",".join(filter(None, [variant, self.size]))
 
-    def folders(
-        self, workdir: str | os.PathLike, variant: str, seeds: Sequence[int]
-    ) -> list[pathlib.Path]:
-        """The workdirs of a variant's runs."""
-        return [run_folder(workdir, variant, seed) for seed in seeds]
-
     def make_job(self, variant: str, seed: int, workdir: str | os.PathLike) -> Job:
         """The run of a variant and a seed, with its folder and config."""
         config = self.module.get_config(self.full_variant(variant))
         config.update_from_flattened_dict({**self.overrides, "seed": seed})
-        return Job(variant, seed, run_folder(workdir, variant, seed), config)
+        return Job(variant, seed, tables.run_folder(workdir, variant, seed), config)
 
     def command(self, job: Job) -> list[str]:
         """The command that runs a job in a process of its own."""
@@ -89,11 +83,6 @@ class Sweep:
         keys = [f"--config.{key}={value}" for key, value in overrides.items()]
         program = [sys.executable, "-m", "mogrifier_jax.main"]
         return [*program, config, *keys, f"--workdir={job.folder}"]
-
-
-def run_folder(workdir: str | os.PathLike, variant: str, seed: int) -> pathlib.Path:
-    """The workdir of the run of a variant and a seed."""
-    return pathlib.Path(workdir) / variant.replace(",", "_") / f"seed{seed}"
 
 
 def run(

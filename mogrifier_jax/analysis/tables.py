@@ -32,6 +32,11 @@ _SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
 Rows = Sequence[Mapping[str, Any]]
 
 
+def run_folder(workdir: str | os.PathLike, variant: str, seed: int) -> pathlib.Path:
+    """The workdir of the run of a variant and a seed."""
+    return pathlib.Path(workdir) / variant.replace(",", "_") / f"seed{seed}"
+
+
 def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) -> list[dict]:
     """One row for each variant of a set that has a finished run; `folders` has all its runs.
 
@@ -146,8 +151,10 @@ def write(
 ) -> None:
     """Writes tables and figures of the sets of a `sweeps.Sweep` into the workdir."""
     for name, each in sets.items():
-        folders = {row.variant: sweep.folders(workdir, row.variant, seeds) for row in each.rows}
-        rows = collect(each, folders)
+        variants = [row.variant for row in each.rows]
+        rows = collect(
+            each, {v: [run_folder(workdir, v, seed) for seed in seeds] for v in variants}
+        )
         if not rows:
             continue
         path = pathlib.Path(workdir) / name

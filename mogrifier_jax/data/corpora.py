@@ -1,12 +1,11 @@
-"""Corpora by name, read, checked and encoded; and the vocabulary: tokens to ids and back.
+"""Reads corpora by name and encodes them. The vocabulary turns tokens into ids and back.
 
-A text is cut into lines at every Unicode line boundary and each line ends in one
-end-of-line token. Letters: V vocabulary size, N lines. At level "byte" every byte is read as
-its CP437 character, so ids follow the code points of those characters. `streams.py` cuts the ids
-into windows.
+Letters: V vocabulary size, N lines. A text is cut into lines at every Unicode line boundary. Each
+line ends in one end-of-line token, eos. At level "byte" every byte is read as its CP437 character,
+so ids follow the code points of those characters. `streams.py` cuts the ids into windows.
 
-The paper's corpora and local files go through the builders in `datasets/`, which are imported when
-a corpus is read: a trained model needs none of their libraries. `pydoc` comes with Python.
+The builders in `datasets/` read the paper's corpora and local files. They are imported when a
+corpus is read, because a trained model needs none of their libraries. `pydoc` comes with Python.
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ import importlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +32,11 @@ LEVELS = ("word", "character", "byte")
 _NEWLINE, _RETURN = 10, 13
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # What `str.splitlines` cuts at.
 _NUM_CODE_POINTS = 0x110000
-_BLOCK = 1 << 22  # NumPy widens an index array to 8 bytes an entry: look up in blocks.
+_BLOCK = 1 << 22  # Codes that are looked up at once: NumPy makes 8 bytes of each.
 
 
 class EncodedSplit(NamedTuple):
-    """One split as ids: every line followed by eos."""
+    """The ids of one split; every line ends with eos."""
 
     tokens: np.ndarray  # [total] uint8, uint16 or int32: the smallest that holds V.
     line_starts: np.ndarray  # [N] int64: where each line begins in `tokens`.
@@ -94,7 +92,7 @@ class Vocabulary:
             ) from error
 
     def to_json(self) -> str:
-        """All that is needed to encode and decode without the corpus."""
+        """A text with all that encoding and decoding need."""
         return json.dumps({"level": self.level, "tokens": self.tokens})
 
     def __len__(self) -> int:
@@ -117,7 +115,7 @@ class Vocabulary:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of ids in memory."""
+        """The dtype of ids in memory."""
         return smallest_dtype(len(self))
 
     def encode_split(self, text: str | bytes) -> EncodedSplit:
@@ -127,7 +125,7 @@ class Vocabulary:
         return self._encode_codes(_codes(text, self.level))
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Encodes the beginning of a text: an unfinished last line gets no eos, unlike above."""
+        """Encodes the beginning of a text; a last line without a line break gets no eos."""
         tokens = self.encode_split(text).tokens
         if self.level == "byte":
             last = _as_bytes(text)[-1:].decode("cp437")
@@ -136,7 +134,7 @@ class Vocabulary:
         return tokens if not last or last in _BREAKS else tokens[:-1]
 
     def decode(self, ids) -> str:
-        """The text of these ids, eos as a newline (bytes that are not UTF-8 become U+FFFD)."""
+        """The text of these ids; eos becomes a newline, and bytes that are not UTF-8 U+FFFD."""
         tokens = [self.tokens[int(i)] for i in np.asarray(ids).reshape(-1)]
         if self.level == "word":
             lines: list[list[str]] = [[]]
@@ -153,15 +151,17 @@ class Vocabulary:
         return data.decode("utf-8", "replace")
 
     def find_unknown(self, text: str | bytes) -> list[str]:
-        """The distinct tokens of a text that map to `<UNK>`, in order of first appearance."""
-        if self.level == "word":
-            tokens = _as_text(text).split()
-        elif self.level == "character":
-            tokens = list(_as_text(text).replace("\n", ""))
-        else:
+        """The distinct tokens of a text that the vocabulary lacks, in order of first appearance."""
+        return [token for token in dict.fromkeys(self.spell_unknown(text)) if token not in self]
+
+    def spell_unknown(self, text: str | bytes) -> list[str]:
+        """The spelling of every token of a text that maps to `<UNK>`, in the order of the text."""
+        if self.level == "byte":
             data = _as_bytes(text).replace(b"\n", b"")
-            return [f"0x{b:02x}" for b in dict.fromkeys(data) if _character(b, "byte") not in self]
-        return [token for token in dict.fromkeys(tokens) if token not in self]
+            return [f"0x{b:02x}" for b in data if _character(b, "byte") not in self]
+        text = _as_text(text)
+        tokens = text.split() if self.level == "word" else text.replace("\n", "")
+        return [token for token in tokens if token == UNKNOWN or token not in self]
 
     def __contains__(self, token: str) -> bool:
         return token in self.ids
@@ -178,7 +178,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _table(self) -> np.ndarray:
-        """Id by code (a byte or a code point); a newline is eos."""
+        """The id of each code, which is a byte or a code point; a newline is eos."""
         table = np.full(
             256 if self.level == "byte" else _NUM_CODE_POINTS, self.unknown_id, self.dtype
         )
@@ -191,7 +191,7 @@ class Vocabulary:
     def _encode_codes(self, codes: np.ndarray) -> EncodedSplit:
         tokens = np.empty(len(codes), self.dtype)
         is_break = np.zeros(len(self._table), bool)
-        # U+0085 and beyond are no line breaks as bytes: CP437 has letters there.
+        # Bytes from 128 are letters in CP437, so 0x85 is not the line break U+0085.
         is_break[[ord(c) for c in _BREAKS if self.level != "byte" or ord(c) < 128]] = True
         found = [np.empty(0, np.int64)]
         for start in range(0, len(codes), _BLOCK):
@@ -199,10 +199,10 @@ class Vocabulary:
             tokens[start : start + _BLOCK] = self._table[block]
             found.append(np.flatnonzero(is_break[block]) + start)
         breaks = np.concatenate(found)
-        # "\r\n" is one boundary, at its newline.
+        # "\r\n" is one line break, at its newline.
         following = codes[np.minimum(breaks + 1, len(codes) - 1)] if len(breaks) else breaks
         breaks = breaks[~((codes[breaks] == _RETURN) & (following == _NEWLINE))]
-        # A newline turns into eos; any other break stays a token and eos follows it.
+        # A newline becomes eos. Any other line break stays a token, and eos follows it.
         stays = codes[breaks] != _NEWLINE
         if stays.any():
             tokens = np.insert(tokens, breaks[stays] + 1, self.dtype.type(self.eos_id))
@@ -271,41 +271,30 @@ def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corp
     """Loads a corpus, preparing it first if need be.
 
     Args:
-      name: that of a builder in `datasets/`, or "pydoc".
-      data_dir: where prepared data is kept; by default $MOGRIFIER_CACHE_DIR, or a folder in
+      name: the name of a builder in `datasets/`, or "pydoc".
+      data_dir: the folder for prepared data; by default $MOGRIFIER_CACHE_DIR, or a folder in
         ~/.cache.
       source_dir: a folder with files that were already downloaded; by default
         $MOGRIFIER_DATA_DIR, if set.
-      **options: of `mwc`, the language; of `text`, the fields of `datasets.text.Options`. None
-        stands for the default.
+      **options: the OPTIONS of the builder. None stands for the default.
     """
-    readers = _readers()
-    if name not in readers:
-        raise errors.UsageError(f"corpus {name!r} is unknown; use one of {', '.join(readers)}")
-    reader, accepted = readers[name]
+    from mogrifier_jax.data import datasets
+
+    if name not in (known := [*datasets.BUILDERS, "pydoc"]):
+        raise errors.UsageError(f"corpus {name!r} is unknown; use one of {', '.join(known)}")
+    accepted = () if name == "pydoc" else datasets.BUILDERS[name].OPTIONS
     options = {key: value for key, value in options.items() if value is not None}
     for key in options:
         if key not in accepted:
-            known = f"its options are {', '.join(accepted)}" if accepted else "it has none"
-            raise errors.UsageError(f"corpus {name!r} has no option {key!r}; {known}")
-    return reader(name, _default_data_dir(data_dir), _default_source_dir(source_dir), **options)
+            has = f"its options are {', '.join(accepted)}" if accepted else "it has none"
+            raise errors.UsageError(f"corpus {name!r} has no option {key!r}; {has}")
+    data_dir, source_dir = _default_data_dir(data_dir), _default_source_dir(source_dir)
+    if name == "pydoc":
+        return _read_pydoc()
+    return _read_prepared(name, data_dir, source_dir, options)
 
 
-@functools.cache
-def _readers() -> dict[str, tuple[Callable[..., Corpus], tuple[str, ...]]]:
-    """For each name its reader and the options that it takes."""
-    from mogrifier_jax.data import datasets
-
-    options_of_text = dataclasses.fields(datasets.text.Options)
-    return {
-        **dict.fromkeys(datasets.BUILDERS, (_read_prepared, ())),
-        "mwc": (_read_mwc, ("language",)),
-        "text": (_read_text, tuple(field.name for field in options_of_text)),
-        "pydoc": (_read_pydoc, ()),
-    }
-
-
-def _read_pydoc(name, data_dir, source_dir) -> Corpus:
+def _read_pydoc() -> Corpus:
     """The language reference that `help()` shows: English, the same for each Python version."""
     from mogrifier_jax.data.datasets import text
 
@@ -318,57 +307,36 @@ def _read_pydoc(name, data_dir, source_dir) -> Corpus:
         ) from error
     whole = "".join(topics[topic].rstrip("\n") + "\n" for topic in sorted(topics))
     texts = text.cut(whole, (0.9, 0.05, 0.05), "pydoc_data.topics")
-    return _encode(name, "character", "character", iter(texts))
+    return _encode("pydoc", "character", "character", iter(texts))
 
 
-def _read_prepared(
-    name, data_dir, source_dir, *, level=None, encoding="utf-8", **builder_options
-) -> Corpus:
+def _read_prepared(name, data_dir, source_dir, options) -> Corpus:
     from mogrifier_jax.data import datasets
     from mogrifier_jax.data.datasets import base
 
     kind = datasets.BUILDERS[name]
-    level = level or kind.LEVEL
-    make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), **builder_options)
+    config = kind.configure(**options)
+    make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), config=config)
     builder = base.prepare(make_builder, source_dir)
+    level = builder.level
 
     def read(split):
         content = base.read(builder, split)
         if level == "byte":
             return content.data
         try:
-            return content.tobytes().decode(encoding)
+            return content.tobytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise errors.UsageError(
-                f"the {split} text of {name} is not {encoding}: {error.reason} at byte "
+                f"the {split} text of {name} is not utf-8: {error.reason} at byte "
                 f"{error.start}; fetch it again and delete {builder.data_path}"
             ) from error
 
     return _encode(name, level, kind.UNIT or level, map(read, base.SPLITS))
 
 
-def _read_mwc(name, data_dir, source_dir, *, language="en") -> Corpus:
-    from mogrifier_jax.data.datasets import mwc
-
-    if language not in mwc.LANGUAGES:
-        raise errors.UsageError(
-            f"language {language!r} is unknown; use one of {', '.join(mwc.LANGUAGES)}"
-        )
-    return _read_prepared(name, data_dir, source_dir, config=language)
-
-
-def _read_text(name, data_dir, source_dir, **options) -> Corpus:
-    from mogrifier_jax.data.datasets import text
-
-    if "fractions" in options:
-        options["fractions"] = tuple(options["fractions"])
-    parsed = text.Options(**options)
-    config = text.make_config(parsed)
-    return _read_prepared(name, data_dir, None, level=parsed.level, config=config)
-
-
 def _encode(name, level, unit, texts) -> Corpus:
-    """Encodes train, valid and test one after the other, holding one text at a time."""
+    """Encodes train, valid and test in turn, with one text in memory at a time."""
     splits: list[EncodedSplit] = []
     with tqdm.tqdm(total=3, desc=f"encoding {name}", unit="split", disable=None) as bar:
         for text in texts:

@@ -1,13 +1,14 @@
-"""Windows of text and examples that stand alone: pure functions of an index, for a jitted step.
+"""Windows of a text, and batches of examples that stand alone, as pure functions of an index.
 
 Letters: B stripes (the batch), T window, N lines or examples, K passes that meet in one window, R
-rounds of the shuffle. The ids of a split lie on every device and the stripes over the mesh axis
-"data". `corpora.py` makes the ids.
+rounds of the shuffle. Every device has all ids of a split. The mesh axis "data" splits the stripes.
+`corpora.py` makes the ids.
 
-Streams carry state: all training stripes consume T tokens a window. Examples (lines, or the reverse
-copy task) stand alone: training goes through all of them in a new order each epoch, batches running
-across the ends of epochs; the order is a keyed permutation, computed entry by entry. The index
-alone is the position in either, and all that a run saves of it.
+The stripes of a text carry state. In training each stripe reads T tokens a window. Examples (lines,
+or the reverse copy task) stand alone. Training reads all of them in a new order in each epoch. A
+batch may have the end of one epoch and the beginning of the next. The order is a permutation with a
+key, which is computed for each example by itself. The index is the whole position in either, so it
+is all that a run saves.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class Window(NamedTuple):
-    """What a model reads and predicts; `lengths` is None when every row is full."""
+    """The tokens that a model reads and predicts; `lengths` is None if every row is full."""
 
     inputs: jax.Array  # [B, T] int32.
     targets: jax.Array  # [B, T] int32.
@@ -36,22 +37,22 @@ class Window(NamedTuple):
 
 
 class TrainStream(NamedTuple):
-    """Endless stripes, each through the whole text again and again."""
+    """Stripes without end; each reads the whole text again and again."""
 
     tokens: jax.Array  # [total], the smallest dtype that holds V.
     line_starts: jax.Array  # [N] int32.
-    stripes: jax.Array  # [B] int32: 0 to B - 1, kept so that stripes may be taken apart.
-    bases: jax.Array  # [B] int32: the line that each stripe's passes start around.
+    stripes: jax.Array  # [B] int32: 0 to B - 1; each part of a split batch needs its own.
+    bases: jax.Array  # [B] int32: the line near which each pass of a stripe starts.
     key: jax.Array  # For the jitter.
     eos: jax.Array  # [] int32.
 
 
 class EvalStream(NamedTuple):
-    """Every token of a split once, in consecutive stripes."""
+    """Consecutive stripes that have every token of a split once."""
 
     tokens: jax.Array  # [total].
-    begins: jax.Array  # [B] int32: the first token of each stripe,
-    ends: jax.Array  # [B] int32: and the one behind its last.
+    begins: jax.Array  # [B] int32: the first token of each stripe.
+    ends: jax.Array  # [B] int32: the token after the last one of each stripe.
     eos: jax.Array  # [] int32.
 
 
@@ -65,7 +66,7 @@ def make_train_stream(
     eos_id: int,
     mesh: Mesh | None = None,
 ) -> TrainStream:
-    """Lays B stripes around the text, at equal numbers of lines from a random one."""
+    """Starts B stripes at equal distances of lines; the line of the first is random."""
     _check(split)
     num_lines = len(split.line_starts)
     if not 1 <= batch_size <= num_lines:
@@ -93,7 +94,7 @@ def train_window(stream: TrainStream, index: jax.Array | int, *, window: int) ->
     """The window at this index: B rows of T tokens, always full."""
     total = stream.tokens.shape[0]
     turn, offset = divmod_product(index, window, total)
-    # One token earlier, as each input is the target before it; that may be the end of a pass.
+    # One token earlier, because each input is the target before it. It may be in the pass before.
     turn = jnp.where(offset > 0, turn, turn - 1)
     offset = jnp.where(offset > 0, offset, total) - 1
     steps = offset + jnp.arange(window + 1)
@@ -109,7 +110,7 @@ def train_window(stream: TrainStream, index: jax.Array | int, *, window: int) ->
 
 
 def draw_jitter(key: jax.Array, stripe: jax.Array, turn: jax.Array) -> jax.Array:
-    """By how many lines a stripe's pass starts away from the stripe's base."""
+    """The distance in lines from a stripe's base to the start of one of its passes."""
     key = jax.random.fold_in(jax.random.fold_in(key, stripe), turn)
     # Uniform to within 2^-24; `randint` would draw twice to do better.
     return (jax.random.bits(key) % (2 * MAX_JITTER + 1)).astype(jnp.int32) - MAX_JITTER
@@ -118,7 +119,7 @@ def draw_jitter(key: jax.Array, stripe: jax.Array, turn: jax.Array) -> jax.Array
 def keep_state(
     key: jax.Array, index: jax.Array | int, batch_size: int, probability: jax.Array | float
 ) -> jax.Array:
-    """Which stripes [B] keep their carry before this window; all do before the first."""
+    """Which stripes [B] keep their carry before this window; before the first one, all do."""
     dropped = jax.random.bernoulli(jax.random.fold_in(key, index), probability, (batch_size,))
     return ~dropped | (jnp.asarray(index) == 0)
 
@@ -158,7 +159,7 @@ def num_windows(split: corpora.EncodedSplit, num_stripes: int, *, window: int) -
 
 
 def place(stream_type: type[Stream], mesh: Mesh | None, **arrays) -> Stream:
-    """Puts stripes over the mesh axis "data", the rest on every device; each process its own."""
+    """Splits stripes over the mesh axis "data", and puts the rest on every device."""
     if mesh is None:
         return stream_type(**jax.tree.map(jnp.asarray, arrays))
     over_data = NamedSharding(mesh, PartitionSpec("data"))
@@ -172,7 +173,7 @@ def place(stream_type: type[Stream], mesh: Mesh | None, **arrays) -> Stream:
 
 
 def _put(leaf, sharding: NamedSharding) -> jax.Array:
-    """Makes a global array from what every process holds whole, without any communication."""
+    """Makes a global array of an array that every process has whole; no process sends data."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = _put(np.asarray(jax.random.key_data(leaf)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -192,10 +193,10 @@ def _first_tokens(stream: TrainStream, turns: jax.Array) -> jax.Array:
 
 
 def divmod_product(index: jax.Array | int, factor: int, modulus: int):
-    """divmod(index * factor, modulus) without the product, which may pass 2^31.
+    """divmod(index * factor, modulus) without the product, which may be above 2^31.
 
-    The index is taken in digits of eight bits, whose shares come from tables. The quotient is
-    uint32 (and wraps), the remainder int32.
+    The index has four digits of eight bits. Tables have the quotient and the remainder of each
+    digit. The quotient is uint32 and wraps around. The remainder is int32.
     """
     index = jnp.asarray(index, jnp.uint32)
     quotient = remainder = jnp.zeros_like(index)
@@ -211,7 +212,7 @@ def divmod_product(index: jax.Array | int, factor: int, modulus: int):
 
 
 def _eval_stripes(split: corpora.EncodedSplit, num_stripes: int):
-    """First token and end of every stripe that has lines, [B] each."""
+    """The first token and the end of every stripe that has lines, [B] each."""
     _check(split)
     if num_stripes < 1:
         raise errors.UsageError(f"{num_stripes} evaluation stripes: take at least one")
@@ -243,12 +244,12 @@ class CopyBatch(NamedTuple):
     sources: jax.Array  # [B, length + 1] int32, eos last.
     inputs: jax.Array  # [B, length + 1] int32, eos first.
     targets: jax.Array  # [B, length + 1] int32, eos last.
-    lengths: jax.Array  # [B] int32: length + 1, or 0 behind the last example of a split.
+    lengths: jax.Array  # [B] int32: length + 1, or 0 after the last example of a split.
 
 
 @dataclasses.dataclass(frozen=True)
 class ReverseCopy:
-    """The task: say a sequence of random words backwards. Static under jit."""
+    """The task to repeat random words backwards; it is static under jit."""
 
     length: int
     vocab_size: int = 1000
@@ -287,7 +288,7 @@ def make_line_stream(
 
 
 def limit_window(split: corpora.EncodedSplit, window: int) -> int:
-    """The window that is needed: the longest line with its eos, or T if that is less."""
+    """The window that the longest line with its eos needs, at most T."""
     return min(window, int(np.diff(split.line_starts, append=len(split.tokens)).max()))
 
 
@@ -302,7 +303,7 @@ def train_lines(
 def eval_lines(
     stream: LineStream, index: jax.Array | int, *, batch_size: int, window: int
 ) -> Window:
-    """The batch at this index in the order of the file; length 0 behind the last line."""
+    """The batch at this index in the order of the file; rows after the last line have length 0."""
     return _take_lines(stream, index * batch_size + jnp.arange(batch_size), window)
 
 
@@ -316,12 +317,12 @@ def train_copies(task: ReverseCopy, index: jax.Array | int, *, batch_size: int) 
 def eval_copies(
     task: ReverseCopy, split: str, index: jax.Array | int, *, batch_size: int
 ) -> CopyBatch:
-    """The batch at this index in order; length 0 behind the last example."""
+    """The batch at this index in order; rows after the last example have length 0."""
     return make_copies(task, split, index * batch_size + jnp.arange(batch_size))
 
 
 def make_copies(task: ReverseCopy, split: str, examples: jax.Array) -> CopyBatch:
-    """These examples [B] of a split: functions of (seed, split, example) alone."""
+    """These examples [B] of a split; seed, split and number decide all of an example."""
     split_key = jax.random.fold_in(jax.random.key(task.seed), SPLITS.index(split))
 
     def make_source(example):
@@ -344,7 +345,7 @@ def make_copies(task: ReverseCopy, split: str, examples: jax.Array) -> CopyBatch
 def shuffled(
     key: jax.Array, index: jax.Array | int, batch_size: int, num_examples: int
 ) -> jax.Array:
-    """The examples [B] of the batch at this index when epochs of N follow each other."""
+    """The examples [B] of the batch at this index; each epoch has N examples in a new order."""
     epoch, offset = divmod_product(index, batch_size, num_examples)
     steps = offset + jnp.arange(batch_size)
     num_epochs = (num_examples - 1 + batch_size - 1) // num_examples + 1
@@ -356,9 +357,9 @@ def shuffled(
 def _permute(keys: jax.Array, which: jax.Array, x: jax.Array, size: int) -> jax.Array:
     """Maps each x [B] below `size` by the permutation of keys[which] (keys [K], which [B]).
 
-    The swap-or-not shuffle (Hoang, Morris, Rogaway 2012): in each round x and its mirror image
-    c - x change places or not, by one bit that both compute alike. It suits any size, without a
-    sort, a table or a loop of unknown length.
+    This is the swap-or-not shuffle (Hoang, Morris, Rogaway 2012). In each round x and its mirror
+    image c - x change places or not. One bit decides, which is the same for both. The shuffle
+    works for any size, and needs no sort, no table and no loop of unknown length.
     """
     bits = jax.vmap(lambda key: jax.random.bits(key, (2, NUM_ROUNDS)))(keys)  # [K, 2, R]
     centres = (bits[:, 0] % np.uint32(size)).astype(jnp.int32)
@@ -374,14 +375,14 @@ def _permute(keys: jax.Array, which: jax.Array, x: jax.Array, size: int) -> jax.
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: one to one, and each input bit moves about half the output."""
+    """The finaliser of MurmurHash3: one to one; an input bit changes about half the output."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def _take_lines(stream: LineStream, examples: jax.Array, window: int) -> Window:
-    """Lines [B] as inputs eos + tokens and targets tokens + eos; cut to T - 1 tokens and eos."""
+    """Lines [B] with eos before the inputs and after the targets; at most T - 1 tokens and eos."""
     last = stream.bounds.shape[0] - 2
     present = examples <= last
     examples = jnp.minimum(examples, last)

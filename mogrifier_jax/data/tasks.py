@@ -1,8 +1,8 @@
-"""What is trained on: a stream of text, lines that stand alone, or the reverse copy task.
+"""The three tasks: a stream of text, lines that stand alone, and the reverse copy task.
 
-A task knows its vocabulary, gives the batch of every training step, and cuts its splits
-into plans for evaluation. Everything after it is the same for all three. An abstract task is what
-preflight compiles with.
+A task has a vocabulary, gives the batch of every training step, and makes plans to evaluate its
+splits. The code that trains and evaluates is the same for all three. An abstract task has shapes
+instead of data; preflight compiles with it.
 """
 
 import dataclasses
@@ -17,33 +17,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, streams
 
-# What a token is, and the unit that people read its cross-entropy in.
+# The unit in which people read the cross-entropy of each kind of token.
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
-# Keys of `config.data` that say how a text is read, not which.
+# Keys of `config.data` that are not options of the corpus.
 READING = ("name", "batch_size", "window", "drop_state_probability", "episodic")
-LONG_WINDOW = 10_000  # Tokens; up to here a text may be shorter than the window it is read in.
+LONG_WINDOW = 10_000  # Tokens. A window up to this size may be longer than the text.
 
 
 class Kind(NamedTuple):
-    """What `config.data` says of a task before anything is read."""
+    """The properties of a task that `config.data` decides before anything is read."""
 
     encoder_decoder: bool  # Whether the model reads a source before it predicts.
     carries: bool  # Whether the state goes on from window to window.
 
 
 class Plan(NamedTuple):
-    """A split laid out for evaluation."""
+    """How evaluation reads a split."""
 
-    stream: Any  # What `batch_at` reads from: a tree of arrays.
+    stream: Any  # The tree of arrays that `batch_at` reads.
     batch_at: Callable[[Any, jax.Array], Any]  # (stream, index) to the batch of that window.
     num_windows: int
     batch_size: int
     carries: bool  # Whether the state goes on from window to window.
-    mesh: Mesh | None = None  # Where stream and batches lie; None: on one device.
+    mesh: Mesh | None = None  # The devices that have stream and batches; None means one device.
 
 
 class Task(NamedTuple):
-    """See the module's docstring."""
+    """A vocabulary, the batches of training, and plans for evaluation."""
 
     vocabulary: corpora.Vocabulary
     unit: str  # What a token is: "word", "character" or "byte".
@@ -51,12 +51,13 @@ class Task(NamedTuple):
     stream: Any
     batch_at: Callable[[Any, jax.Array], Any]
     plan: Callable[..., Plan]  # plan(split, num_stripes, window=..., mesh=...)
-    num_lines: Callable[[str], int]  # Of a split.
-    summary: tuple[tuple[str, Any], ...]  # Rows for the table at the start.
+    # Of a split that is cut into stripes. Lines that stand alone do not limit the batch.
+    num_lines: Callable[[str], int] = lambda split: 1 << 30
+    summary: tuple[tuple[str, Any], ...] = ()  # Rows for the table at the start.
 
     @property
     def score_unit(self) -> str:
-        """In which unit people read a cross-entropy: perplexity or bits per token."""
+        """The unit in which people read the cross-entropy: perplexity or bits per token."""
         return SCORE_UNITS[self.unit]
 
 
@@ -64,11 +65,6 @@ def kind_of(section: Mapping[str, Any]) -> Kind:
     """The kind of the task of `config.data`."""
     generated = section["name"] in GENERATED
     return Kind(encoder_decoder=generated, carries=not (generated or section.get("episodic")))
-
-
-def corpus_options(section: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.data` says about its corpus, for `corpora.load_corpus`."""
-    return {key: value for key, value in section.items() if key not in READING}
 
 
 def make_task(
@@ -98,7 +94,7 @@ def plan_text(
     window: int,
     mesh: Mesh | None = None,
 ) -> Plan:
-    """Any encoded text as stripes of a stream; over a mesh, empty stripes fill it up."""
+    """The plan of any encoded text; empty stripes fill up the mesh."""
     check_window(window, len(encoded.tokens), "a text")
     stream = streams.make_eval_stream(encoded, num_stripes, eos_id, mesh)
     return Plan(
@@ -112,7 +108,7 @@ def plan_text(
 
 
 def check_window(window: int, longest: int, what: str) -> None:
-    """Refuses a window that nothing fills: it would take its time and memory for padding."""
+    """Refuses a window that no text fills, since padding would cost time and memory."""
     if window > max(longest, LONG_WINDOW):
         raise errors.UsageError(
             f"a window of {window:,} tokens is longer than {what} of {longest:,}; take at most "
@@ -140,7 +136,7 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
 
 
 def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
-    """Splits examples over the mesh axis "data"; where state is carried, its place does that."""
+    """Splits examples over the mesh axis "data"; the sharding of their state splits stripes."""
     if mesh is None or mesh.shape["data"] == 1:
         return batch_at
     over_data = NamedSharding(mesh, PartitionSpec("data"))
@@ -150,7 +146,7 @@ def spread(batch_at: Callable[[Any, jax.Array], Any], mesh: Mesh | None) -> Any:
 
 
 def fill(batch_size: int, mesh: Mesh | None) -> int:
-    """The batch size rounded up to what the mesh axis "data" divides."""
+    """The batch size, rounded up to a multiple of the mesh axis "data"."""
     devices = mesh.shape["data"] if mesh else 1
     return -(-batch_size // devices) * devices
 
@@ -180,14 +176,12 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
         stream=streams.make_line_stream(corpus.train, key, eos, mesh),
         batch_at=spread(train_lines, mesh),
         plan=plan,
-        # Every line is an example, so each batch may be as large as in training.
-        num_lines=lambda split: 1 << 30,
         summary=_describe(corpus),
     )
 
 
 def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> Task:
-    del source_dir, data_dir  # Generated, not read.
+    del source_dir, data_dir  # The examples are generated.
     known = [field.name for field in dataclasses.fields(streams.ReverseCopy)]
     options = {key: value for key, value in options.items() if value is not None}
     for key in options:
@@ -220,7 +214,6 @@ def _copy_task(mesh, batch_size, source_dir=None, data_dir=None, **options) -> T
             lambda _, index: streams.train_copies(task, index, batch_size=batch_size), mesh
         ),
         plan=plan,
-        num_lines=lambda split: 1 << 30,
         summary=(("task", "reverse copy"), ("length", task.length), ("examples", task.num_train)),
     )
 
@@ -239,93 +232,79 @@ def _describe(corpus) -> tuple[tuple[str, Any], ...]:
 
 
 class Size(NamedTuple):
-    """What decides the shapes of a stream."""
+    """The sizes of a corpus, which decide the shapes of its streams."""
 
     vocabulary: int
     unit: str
-    tokens: int  # Of the training text,
-    lines: int  # and its lines.
-    valid_tokens: int
-    valid_lines: int
+    train: tuple[int, int]  # Tokens and lines.
+    valid: tuple[int, int]
 
 
 SIZES = {
-    "ptb": Size(10_001, "word", 929_589, 42_068, 73_760, 3_370),
-    "ptb_char": Size(51, "character", 5_017_483, 42_069, 393_043, 3_371),
-    "wikitext2": Size(33_279, "word", 2_088_628, 36_718, 217_646, 3_760),
-    "enwik8": Size(206, "byte", 90_000_001, 1_017_183, 5_000_001, 54_258),
-    "mwc": Size(300, "character", 10_000_000, 100_000, 500_000, 5_000),
+    "ptb": Size(10_001, "word", (929_589, 42_068), (73_760, 3_370)),
+    "ptb_char": Size(51, "character", (5_017_483, 42_069), (393_043, 3_371)),
+    "wikitext2": Size(33_279, "word", (2_088_628, 36_718), (217_646, 3_760)),
+    "enwik8": Size(206, "byte", (90_000_001, 1_017_183), (5_000_001, 54_258)),
+    "mwc": Size(300, "character", (10_000_000, 100_000), (500_000, 5_000)),
 }
 ASSUMED = {"mwc": "the size of the corpus is assumed: 10M characters of 300 kinds"}
 
 
 def make_abstract_task(section: Mapping[str, Any], mesh: Mesh) -> Task:
-    """The task of `config.data` on chips that are not here: it can be traced, not run.
+    """The task of `config.data` on chips that are not here; it can be traced, but not run.
 
-    Its stream has shapes and shardings alone, so a corpus of known size need not be there.
+    Its stream has only shapes and shardings, so a corpus whose size is known is not read.
     """
     if section["name"] in GENERATED:  # On the device: there is no stream.
         return make_task(jax.random.key(0), mesh, **section)
     size = _find_size(section)
     batch_size, window = section["batch_size"], section["window"]
-    episodic = section.get("episodic", False)
+    words: Any = range(size.vocabulary)  # Only its length is asked for.
 
     def leaf(*shape, dtype=jnp.int32, axes=()):
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    shared = dict(
-        tokens=leaf(size.tokens, dtype=corpora.smallest_dtype(size.vocabulary)),
-        key=leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype),
-        eos=leaf(),
-    )
-    stream: Any
-    if episodic:
-        stream = streams.LineStream(bounds=leaf(size.lines + 1), **shared)
-        train_lines = functools.partial(streams.train_lines, batch_size=batch_size, window=window)
-        batch_at = spread(train_lines, mesh)
-    else:
-        stripes = leaf(batch_size, axes=["data"])
-        stream = streams.TrainStream(
-            line_starts=leaf(size.lines), stripes=stripes, bases=stripes, **shared
-        )
-        batch_at = functools.partial(streams.train_window, window=window)
-    words: Any = range(size.vocabulary)  # Only its length is asked for.
+    key, eos = leaf(dtype=jax.eval_shape(jax.random.key, 0).dtype), leaf()
 
-    def plan(split, num_stripes):
-        tokens, lines = size.tokens, size.lines
-        if split == "valid":
-            tokens, lines = size.valid_tokens, size.valid_lines
-        text = dict(shared, tokens=leaf(tokens, dtype=shared["tokens"].dtype))
-        evaluated: Any
-        if episodic:
-            evaluated = streams.LineStream(bounds=leaf(lines + 1), **text)
-            cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
-            return Plan(evaluated, cut, -(-lines // num_stripes), num_stripes, False, mesh)
-        stripes = num_stripes + -num_stripes % mesh.shape["data"]
-        ends = leaf(stripes, axes=["data"])
-        evaluated = streams.EvalStream(text["tokens"], begins=ends, ends=ends, eos=text["eos"])
+    def read(split):
+        tokens, lines = size.valid if split == "valid" else size.train
+        return leaf(tokens, dtype=corpora.smallest_dtype(size.vocabulary)), lines
+
+    def read_lines(split):
+        tokens, lines = read(split)
+        return streams.LineStream(tokens, leaf(lines + 1), key, eos)
+
+    def plan_lines(split, num_stripes):
+        stream = read_lines(split)
+        cut = functools.partial(streams.eval_lines, batch_size=num_stripes, window=window)
+        count = -(-(stream.bounds.shape[0] - 1) // num_stripes)
+        return Plan(stream, cut, count, num_stripes, carries=False, mesh=mesh)
+
+    def plan_stripes(split, num_stripes):
+        tokens, _ = read(split)
+        ends = leaf(fill(num_stripes, mesh), axes=["data"])
+        stream = streams.EvalStream(tokens, begins=ends, ends=ends, eos=eos)
         cut = functools.partial(streams.eval_window, window=window)
         # Stripes are taken to be equally long; real ones end with a line.
-        return Plan(evaluated, cut, -(-tokens // num_stripes // window), stripes, True, mesh)
+        count = -(-tokens.shape[0] // num_stripes // window)
+        return Plan(stream, cut, count, ends.shape[0], carries=True, mesh=mesh)
 
-    return Task(
-        words,
-        size.unit,
-        carries=not episodic,
-        stream=stream,
-        batch_at=batch_at,
-        plan=plan,
-        num_lines=lambda split: 1 << 30 if episodic else size.valid_lines,
-        summary=(),
-    )
+    if section.get("episodic", False):
+        cut = functools.partial(streams.train_lines, batch_size=batch_size, window=window)
+        stream = read_lines("train")
+        return Task(words, size.unit, False, stream, spread(cut, mesh), plan_lines)
+    (tokens, lines), stripes = read("train"), leaf(batch_size, axes=["data"])
+    stream = streams.TrainStream(tokens, leaf(lines), stripes, stripes, key, eos)
+    cut = functools.partial(streams.train_window, window=window)
+    return Task(words, size.unit, True, stream, cut, plan_stripes, lambda split: size.valid[1])
 
 
 def _find_size(section: Mapping[str, Any]) -> Size:
-    """From the table, or of the corpus itself, which is then read."""
+    """The size from the table, or from the corpus itself, which is then read."""
     if section["name"] in SIZES:
         return SIZES[section["name"]]
-    corpus = corpora.load_corpus(section["name"], **corpus_options(section))
-    splits = (corpus.train, corpus.valid)
-    counts = (count for split in splits for count in (len(split.tokens), len(split.line_starts)))
-    return Size(len(corpus.vocabulary), corpus.unit, *counts)
+    options = {key: value for key, value in section.items() if key not in READING}
+    corpus = corpora.load_corpus(section["name"], **options)
+    train, valid = ((len(s.tokens), len(s.line_starts)) for s in (corpus.train, corpus.valid))
+    return Size(len(corpus.vocabulary), corpus.unit, train, valid)

@@ -79,8 +79,7 @@ def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     if not isinstance(cell, layers.Cell):
         if not isinstance(getattr(cell, "spec", None), layers.Cell):
             raise errors.UsageError(f"{cell!r:.60} is not a cell of this package; give one")
-        ours = Pair(cell.spec, cell.params())
-        return as_nnx(to_flax(*ours))
+        return as_nnx(to_flax(cell.spec, cell.params()))
     kind = find_counterpart(cell)
     gates = (params or {}).get("gates", {})
     found: dict[str, Any] = {}
@@ -122,16 +121,12 @@ def find_counterpart(cell: layers.Cell) -> Match:
         ours = layers.MogrifierLSTMCell if kind.ours is layers.LSTMCell else kind.ours
         if isinstance(cell, ours):
             break
-    wrong = {
-        name: getattr(cell, name)
-        for name, value in kind.options.items()
-        if getattr(cell, name) != value
-    }
+    found = {name: getattr(cell, name) for name in kind.options}
+    wrong = [f"{name}={value}" for name, value in found.items() if value != kind.options[name]]
     if wrong or isinstance(cell, layers.MLSTMCell):
-        options = ", ".join(f"{name}={value}" for name, value in wrong.items())
         raise errors.UsageError(
-            f"Flax has no {type(cell).__name__}{' with ' if wrong else ''}{options}; only cells "
-            f"with {', '.join(f'{n}={v}' for n, v in kind.options.items())} can go back"
+            f"Flax has no {type(cell).__name__}{' with ' if wrong else ''}{', '.join(wrong)}; only "
+            f"cells with {', '.join(f'{n}={v}' for n, v in kind.options.items())} can go back"
         )
     return kind
 
@@ -224,10 +219,9 @@ def read_carry(carry: Any, dtype: Any) -> Any:
 
 def write_carry(carry: Any, like: Any) -> Any:
     """Converts our carry to Flax's, with the structure and the dtypes of `like`."""
-    leaves = [
-        leaf.astype(old.dtype) for leaf, old in zip(carry, jax.tree.leaves(like), strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    leaves, structure = jax.tree.flatten(like)
+    cast = [new.astype(old.dtype) for new, old in zip(carry, leaves, strict=True)]
+    return jax.tree.unflatten(structure, cast)
 
 
 def as_linen(cell: Any) -> Pair:
@@ -258,11 +252,10 @@ def as_linen(cell: Any) -> Pair:
 
 def _split(dense: Any, side: str, gates: tuple[str, ...]) -> dict[str, dict[str, jax.Array]]:
     """Splits a `Linear` of NNX into the matrix and the bias of each gate."""
-    leaves = {name: getattr(dense, name) for name in ("kernel", "bias")}
     parts = {
-        name: jnp.split(leaf[...], len(gates), -1)
-        for name, leaf in leaves.items()
-        if leaf is not None
+        name: jnp.split(getattr(dense, name)[...], len(gates), -1)
+        for name in ("kernel", "bias")
+        if getattr(dense, name) is not None
     }
     return {
         side + gate: {name: part[index] for name, part in parts.items()}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import layers
+from mogrifier_jax.nn import from_flax, layers
 
 # PyTorch's blocks are i, f, g, o; ours are j (its g), o, f, i.
 _GATES = [2, 3, 1, 0]
@@ -36,23 +36,16 @@ _RECURRENCES = (
 )
 
 
-class Converted(NamedTuple):
-    """A cell that computes what the PyTorch module does, and its parameters."""
-
-    cell: layers.MogrifierLSTMCell
-    params: dict[str, Any]
-
-
 class _Map(NamedTuple):
-    """An affine map: a matrix [in, out], or two that are multiplied, and perhaps a bias."""
+    """An affine map: a matrix [in, out], and perhaps a bias."""
 
-    kernels: tuple[np.ndarray, ...]
+    kernel: np.ndarray
     bias: np.ndarray | None
 
 
 def convert(
     state_dict: Mapping[str, Any], *, rounds: int | None = None, prefix: str = ""
-) -> Converted:
+) -> from_flax.Pair:
     """Converts the state dict of a cell, or of a model with a cell under a prefix.
 
     Args:
@@ -72,20 +65,16 @@ def convert(
         if name.startswith(prefix)
     }
     gates, rest = _read_recurrence(tensors)
-    input_size, hidden_size = gates["input"].shape[0], gates["input"].shape[2]
-    sizes = (input_size, hidden_size)
-    maps = _read_rounds(_group(rest), sizes, rounds)
-    params: dict[str, Any] = {"gates": gates}
-    has_bias = any(m.bias is not None for m in maps)
-    ranks = {m.kernels[0].shape[1] if len(m.kernels) == 2 else 0 for m in maps}
+    input_size, _, hidden_size = gates["input"].shape
+    maps = _read_rounds(_group(rest), (input_size, hidden_size), rounds)
+    has_bias = any("bias" in found for found in maps)
+    ranks = {found["down"].shape[1] if "down" in found else 0 for found in maps}
     if len(ranks) > 1:
         raise errors.UsageError(f"the rounds have different ranks {sorted(ranks)}; all must agree")
-    for index, found in enumerate(maps, start=1):
-        names = ("kernel",) if len(found.kernels) == 1 else ("down", "up")
-        params[f"round_{index}"] = dict(zip(names, found.kernels, strict=True))
-        if has_bias:
-            zeros = np.zeros(found.kernels[-1].shape[1], np.float32)
-            params[f"round_{index}"]["bias"] = zeros if found.bias is None else found.bias
+    if has_bias:
+        for index, found in enumerate(maps):
+            size = hidden_size if index % 2 else input_size
+            found.setdefault("bias", np.zeros(size, np.float32))
     cell = layers.MogrifierLSTMCell(
         hidden_size,
         rounds=len(maps),
@@ -93,7 +82,8 @@ def convert(
         gate_bias=has_bias,
         cap_input_gate=False,  # PyTorch's LSTM uses i; the authors' code uses min(i, 1 - f).
     )
-    return Converted(cell, params)
+    rounds_by_name = {f"round_{index}": found for index, found in enumerate(maps, start=1)}
+    return from_flax.Pair(cell, {"gates": gates, **rounds_by_name})
 
 
 def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
@@ -143,9 +133,9 @@ def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
             bias = tensors.get(f"{path}.bias")
             if bias is not None:
                 _check_bias(f"{path}.bias", bias, len(value))
-            linears[path] = _Map((value.T,), bias)
+            linears[path] = _Map(value.T, bias)
         elif kind != "bias" and value.ndim == 2:  # A bare tensor, multiplied from the right.
-            linears[key] = _Map((value,), None)
+            linears[key] = _Map(value, None)
         elif kind != "bias" or f"{path}.weight" not in tensors:
             raise errors.UsageError(f"{key} of shape {value.shape} has no place in this cell")
     groups: dict[str, dict[str, list[_Map]]] = {}
@@ -163,8 +153,8 @@ def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
 
 def _read_rounds(
     groups: dict[str, list[list[_Map]]], sizes: tuple[int, int], rounds: int | None
-) -> list[_Map]:
-    """The map of each round, in order."""
+) -> list[dict[str, np.ndarray]]:
+    """The parameters of each round, in order."""
     if not groups or rounds == 0:
         return []
     if len(groups) == 1:
@@ -204,21 +194,17 @@ def _interleave(
 
 def _join_factors(entries: list[list[_Map]], out: int, sizes: tuple[int, int]) -> list[list[_Map]]:
     """Joins two entries that are the factors of one map, which is a `Sequential` of its own."""
-    shapes = [entry[0].kernels[0].shape for entry in entries]
-    if len(entries) == 2 and shapes[0] != (sizes[1 - out], sizes[out]):
+    if len(entries) == 2 and entries[0][0].kernel.shape != (sizes[1 - out], sizes[out]):
         return [[entries[0][0], entries[1][0]]]
     return entries
 
 
-def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> _Map:
-    """Makes one map of its factors; moves a bias between them to the end."""
+def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
+    """The parameters of a round; a bias between two factors moves to the end."""
     size_in, size_out = (sizes[1], sizes[0]) if index % 2 == 0 else sizes
-    kernels = tuple(kernel for part in entry for kernel in part.kernels)
-    shapes = [kernel.shape for kernel in kernels]
-    good = [(size_in, size_out)] if len(kernels) == 1 else [(size_in, shapes[0][1])]
-    if len(kernels) == 2:
-        good.append((shapes[0][1], size_out))
-    if shapes != good:
+    shapes = [part.kernel.shape for part in entry]
+    inner = [shape[1] for shape in shapes[:-1]]
+    if len(entry) > 2 or shapes != [*zip([size_in, *inner], [*inner, size_out], strict=True)]:
         raise errors.UsageError(
             f"round {index + 1} has matrices {shapes} (in, out), and must lead from "
             f"{'h' if index % 2 == 0 else 'x'} ({size_in}) to {size_out}: rounds start with the "
@@ -226,9 +212,11 @@ def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> _Map:
         )
     bias = entry[-1].bias
     if len(entry) == 2 and entry[0].bias is not None:
-        inner = entry[0].bias @ kernels[1]
-        bias = inner if bias is None else inner + bias
-    return _Map(kernels, None if bias is None else bias.astype(np.float32))
+        moved = entry[0].bias @ entry[1].kernel
+        bias = moved if bias is None else moved + bias
+    names = ("kernel",) if len(entry) == 1 else ("down", "up")
+    params = {name: part.kernel for name, part in zip(names, entry, strict=True)}
+    return params if bias is None else {**params, "bias": bias.astype(np.float32)}
 
 
 def _check_bias(name: str, bias: np.ndarray, size: int) -> None:

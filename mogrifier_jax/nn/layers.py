@@ -1,7 +1,7 @@
 """Flax modules around the cells: parameters and initialisers.
 
-Axes: D input features, H hidden features, G gates, K rank. The cells follow `nn.RNNCellBase`,
-so they work in `nn.RNN` and `nn.Bidirectional`; `rnn.py` runs them over a sequence faster.
+Axes: D input features, H hidden features. The modules follow `nn.RNNCellBase`, so they work in
+`nn.RNN` and `nn.Bidirectional`. The `RNN` of `rnn.py` runs them over a sequence faster.
 """
 
 import functools
@@ -20,27 +20,27 @@ Dtype = Any
 
 
 def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
-    """Deviation sqrt(1.3 factor / fan), redrawn outside two deviations: lamb's cells."""
+    """lamb's initialiser of cells: deviation sqrt(1.3 factor / fan), cut at two deviations."""
     draw = nn.initializers.truncated_normal(math.sqrt(1.3 * factor / fan))
     return lambda key, shape, dtype: mean + draw(key, shape, dtype)
 
 
 class Cell(nn.RNNCellBase):
-    """What all cells share: rounds of gating, parameters, carry."""
+    """The base class of all cells: rounds of gating, parameters, carry."""
 
     hidden_size: int
     rounds: int = 0
-    rank: int = 0  # At or below zero: full rank.
+    rank: int = 0  # Zero and below mean full rank.
     zigzag: bool = True
-    gate_bias: bool = True  # Whether the gating maps are affine, as in lamb, or linear.
-    scaling: bool = False  # A learned constant for each element of x and h.
+    gate_bias: bool = True  # Whether the gating maps have a bias, as in lamb.
+    scaling: bool = False  # Multiply x and h by a learned vector.
     init_factor: float = 1.0
     dtype: Dtype = jnp.float32
     param_dtype: Dtype = jnp.float32
 
     @property
     def num_gates(self) -> int:
-        """How many blocks the gate matrices have."""
+        """The number of blocks of the gate matrices."""
         raise NotImplementedError
 
     def __post_init__(self):
@@ -49,7 +49,7 @@ class Cell(nn.RNNCellBase):
 
     @property
     def num_feature_axes(self) -> int:
-        """Axes of x beside the batch, for `nn.RNN`."""
+        """The number of axes of x that are not batch axes, for `nn.RNN`."""
         return 1
 
     def initialize_carry(self, rng: jax.Array | None, input_shape: tuple[int, ...]) -> Any:
@@ -81,11 +81,11 @@ class Cell(nn.RNNCellBase):
 
     @property
     def cell(self) -> Callable:
-        """The pure function of `cells.py` with its switches set."""
+        """The function of `cells.py` with the options of this cell."""
         raise NotImplementedError
 
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        """Each block of rows has the fan of its own input; biases are random, as in lamb."""
+        """Draws each matrix by the size of its own input; biases are random, as in lamb."""
         keys = jax.random.split(key, 3)
         hidden, gates = self.hidden_size, self.num_gates
 
@@ -99,7 +99,7 @@ class Cell(nn.RNNCellBase):
         }
 
     def init_scaling(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        """Ones: the identity."""
+        """Ones, which change nothing."""
         del key
         return {
             "x": jnp.ones(input_size, self.param_dtype),
@@ -107,12 +107,12 @@ class Cell(nn.RNNCellBase):
         }
 
     def init_round(self, key: jax.Array, input_size: int, index: int) -> dict[str, jax.Array]:
-        """The map of one round, from h to x in odd ones and from x to h in even ones."""
+        """Draws the map of one round: from h to x in odd rounds, from x to h in even ones."""
         sizes = (self.hidden_size, input_size) if index % 2 else (input_size, self.hidden_size)
         return init_map(key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype)
 
     def check_carry(self, carry: Any, input_shape: tuple[int, ...]) -> None:
-        """A carry of another cell, batch or dtype is an error here, not a puzzle later."""
+        """Refuses a carry of another cell, batch or dtype."""
         check(
             len(input_shape) >= 1 and input_shape[-1] >= 1,
             f"an input of shape {tuple(input_shape)} has no features; give x [..., features]",
@@ -129,7 +129,7 @@ class Cell(nn.RNNCellBase):
         )
 
     def check_input_size(self, input_size: int) -> None:
-        """Parameters that exist are for one input size."""
+        """Refuses inputs of another size than the existing parameters are for."""
         if not self.has_variable("params", "gates"):
             return
         gates: Any = self.get_variable("params", "gates")
@@ -145,7 +145,7 @@ class Cell(nn.RNNCellBase):
 
 
 class MogrifierLSTMCell(Cell):
-    """LSTM whose x and h gate each other first (arXiv:1909.01792); 0 rounds is the LSTM.
+    """LSTM whose x and h gate each other first (arXiv:1909.01792); with 0 rounds it is an LSTM.
 
     >>> cell = MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3)
     >>> init = jax.jit(nn.RNN(cell).init_with_output)
@@ -155,12 +155,12 @@ class MogrifierLSTMCell(Cell):
     """
 
     rounds: int = 5
-    cap_input_gate: bool = True  # min(i, 1 - f) in place of i, as in lamb but not in the paper.
-    tied_gates: bool = False  # 1 - f in place of i.
+    cap_input_gate: bool = True  # Use min(i, 1 - f) for i, as lamb does, but not the paper.
+    tied_gates: bool = False  # Use 1 - f for i.
     layer_norm: bool = False
     cell_clip: float | None = None
-    forget_bias: float = 1.0  # Mean of the forget gate's bias when drawn.
-    gate_rank: int = 0  # Above zero: the gate matrix is a product of this rank.
+    forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
+    gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
 
     def __post_init__(self):
         super().__post_init__()
@@ -171,12 +171,12 @@ class MogrifierLSTMCell(Cell):
 
     @property
     def num_gates(self) -> int:
-        """Blocks j, o, f, i; tied gates have no i."""
+        """The blocks are j, o, f and i; with tied gates there is no i."""
         return 3 if self.tied_gates else 4
 
     @property
     def cell(self) -> Callable:
-        """`cells.lstm` with its switches set."""
+        """`cells.lstm` with the options of this cell."""
         return functools.partial(
             cells.lstm,
             zigzag=self.zigzag,
@@ -201,7 +201,7 @@ class MogrifierLSTMCell(Cell):
         return params
 
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        """As the base class, with the mean of the forget gate's bias and the variants."""
+        """As the base class; also shifts the forget gate's bias, and knows the variants."""
         params = super().init_gates(key, input_size)
         bias = params.pop("bias").at[2].add(self.forget_bias)
         if self.layer_norm:
@@ -215,7 +215,7 @@ class MogrifierLSTMCell(Cell):
         return {**params, "bias": bias}
 
     def init_cell_norm(self, key: jax.Array) -> dict[str, jax.Array]:
-        """Gain and shift of the normalised c."""
+        """The gain and the shift of the normalised c."""
         del key
         ones = jnp.ones(self.hidden_size, self.param_dtype)
         return {"gain": ones, "shift": jnp.zeros_like(ones)}
@@ -235,7 +235,7 @@ class LSTMCell(MogrifierLSTMCell):
 
 
 class MLSTMCell(MogrifierLSTMCell):
-    """Multiplicative LSTM (arXiv:1609.07959), the paper's closest relative.
+    """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative.
 
     >>> xs = jnp.ones((2, 7, 4))
     >>> rnn = nn.RNN(MLSTMCell(hidden_size=8), return_carry=True)
@@ -254,7 +254,7 @@ class MLSTMCell(MogrifierLSTMCell):
         return params
 
     def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        """Matrices of the two factors of h_m."""
+        """Draws the matrices of the two factors of h_m."""
 
         def draw(key, fan):
             shape = (fan, self.hidden_size)
@@ -275,15 +275,15 @@ class MogrifierGRUCell(Cell):
 
     rounds: int = 5
 
-    num_gates = 3  # Blocks r, u, n.
+    num_gates = 3  # The blocks are r, u and n.
 
     @property
     def cell(self) -> Callable:
-        """`cells.gru` with its switch set."""
+        """`cells.gru` with the option of this cell."""
         return functools.partial(cells.gru, zigzag=self.zigzag)
 
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
-        """As the base class, plus the bias that the reset gate multiplies."""
+        """As the base class, and a bias that the reset gate multiplies."""
         candidate_bias = jnp.zeros(self.hidden_size, self.param_dtype)
         return {**super().init_gates(key, input_size), "candidate_bias": candidate_bias}
 
@@ -303,7 +303,7 @@ class MogrifierElmanCell(Cell):
 
     @property
     def cell(self) -> Callable:
-        """`cells.elman` with its switch set."""
+        """`cells.elman` with the option of this cell."""
         return functools.partial(cells.elman, zigzag=self.zigzag)
 
 
@@ -341,7 +341,7 @@ class Mogrifier(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns x and h, each scaled by gates that read the other."""
+        """Returns x and h; the gates of each read the other."""
         cells.check_fields(self)
         check(
             min(jnp.ndim(x), jnp.ndim(h)) >= 1 and x.shape[:-1] == h.shape[:-1],
@@ -358,7 +358,7 @@ class Mogrifier(nn.Module):
 
 
 def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:
-    """A gating map: one matrix, or two factors whose product has a variance of about 1/in."""
+    """Draws a gating map: one matrix, or two factors whose product has a variance of about 1/in."""
     check(
         rank <= max(size_in, size_out),
         f"rank {rank} is larger than both sides of a {size_in} x {size_out} gating matrix; "
@@ -384,7 +384,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> None:
-    """Refuses what an RNN, of linen or NNX, cannot run."""
+    """Refuses a cell, inputs or lengths that an RNN of linen or NNX cannot run."""
     check(
         hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
         f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "

@@ -39,6 +39,19 @@ class Sizes(nn.Module):
     max_logits: int = 1 << 26  # More logits than this are never in memory at once.
     dtype: Dtype = jnp.float32
 
+    def make_embedding(self, name: str) -> jax.Array:
+        """Declares a table of embeddings [V, E]."""
+        draw = softmax.normal_by_fan(self.embedding_size)
+        return self.param(name, draw, (self.vocab_size, self.embedding_size))
+
+    def look_up(self, table: jax.Array, name: str, tokens: jax.Array, rates: Dropout) -> jax.Array:
+        """The embeddings [T, B, E] of tokens [B, T], after input dropout."""
+        check_tokens(name, tokens)
+        xs = jnp.take(table.astype(self.dtype), tokens.T, axis=0)
+        if rates.input is not None:
+            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
+        return xs
+
 
 class LanguageModel(Sizes):
     """A language model: from tokens to nats per token.
@@ -59,23 +72,15 @@ class LanguageModel(Sizes):
 
     def setup(self) -> None:
         """Checks the sizes and makes embedding, stack and softmax."""
-        sizes = dict(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            embedding_size=self.embedding_size,
-        )
-        for name, size in sizes.items():
+        for name in ("vocab_size", "hidden_size", "embedding_size"):
+            size = getattr(self, name)
             check(size >= 1, f"{name} {size} must be at least 1")
         check(
             self.mixture_components == 0 or self.mixture_components >= 2,
             f"mixture_components {self.mixture_components} must be 0 (an ordinary softmax) or "
             "at least 2",
         )
-        self.embedding = self.param(
-            "embedding",
-            softmax.normal_by_fan(self.embedding_size),
-            (self.vocab_size, self.embedding_size),
-        )
+        self.embedding = self.make_embedding("embedding")
         self.stack = rnn.Stack(**_fields_of(rnn.Stack, self))
         self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
@@ -142,24 +147,14 @@ class LanguageModel(Sizes):
 
     def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
         """The values of all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
-        xs = self.embed(inputs, Dropout())
-        carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
+        xs = self.look_up(self.embedding, "inputs", inputs, Dropout())
         carry, gates = self.stack.gates(carry, xs)
         return gates, carry
 
     def run(self, inputs, carry, valid, rates):
         """From tokens [B, T] to the carry and the stack's outputs [T, B, H]."""
-        xs = self.embed(inputs, rates)
-        carry = self.initial_carry(inputs.shape[0]) if carry is None else carry
+        xs = self.look_up(self.embedding, "inputs", inputs, rates)
         return self.stack(carry, xs, valid, rates)
-
-    def embed(self, inputs: jax.Array, rates: Dropout) -> jax.Array:
-        """The embeddings [T, B, E] of tokens [B, T], after input dropout."""
-        check_tokens("inputs", inputs)
-        xs = jnp.take(self.embedding.astype(self.dtype), inputs.T, axis=0)
-        if rates.input is not None:
-            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
-        return xs
 
 
 class EncoderDecoder(Sizes):
@@ -169,11 +164,7 @@ class EncoderDecoder(Sizes):
 
     def setup(self) -> None:
         """Makes the encoder with its embedding, and the decoder."""
-        self.source_embedding = self.param(
-            "source_embedding",
-            softmax.normal_by_fan(self.embedding_size),
-            (self.vocab_size, self.embedding_size),
-        )
+        self.source_embedding = self.make_embedding("source_embedding")
         self.encoder = rnn.Stack(**_fields_of(rnn.Stack, self))
         self.decoder = LanguageModel(**_fields_of(LanguageModel, self))
 
@@ -214,13 +205,9 @@ class EncoderDecoder(Sizes):
     ) -> jax.Array:
         """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
         rates = rates or Dropout()
-        check_tokens("source", source)
-        xs = jnp.take(self.source_embedding.astype(self.dtype), source.T, axis=0)
-        if rates.input is not None:
-            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
-        carry = self.encoder.initial_carry(source.shape[0])
+        xs = self.look_up(self.source_embedding, "source", source, rates)
         valid = None if source_lengths is None else _valid(source_lengths, source)
-        carry, _ = self.encoder(carry, xs, valid, rates)
+        carry, _ = self.encoder(None, xs, valid, rates)
         return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
 
 

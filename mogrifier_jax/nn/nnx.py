@@ -11,7 +11,6 @@ cell.
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,8 +18,6 @@ from flax import nnx
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import from_flax, layers, rnn
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Shell(nnx.Module):
@@ -34,19 +31,13 @@ class _Shell(nnx.Module):
         hidden_features: int,
         *,
         rngs: nnx.Rngs,
-        metadata: Mapping[str, Mapping[str, Any]] = _NOTHING,
+        metadata: Mapping[str, Mapping[str, Any]] | None = None,  # By path, as "gates/input".
         **options: Any,
     ):
         self.in_features = in_features
         self.hidden_features = hidden_features
-        self.hold(self.init_linen(rngs.params(), options).get("params", {}), metadata)
-
-    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
-        """Sets `spec` to a linen module with these options, and returns its variables."""
-        raise NotImplementedError
-
-    def hold(self, params: Mapping[str, Any], metadata: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes an `nnx.Param` of each parameter, with the metadata of its path ("gates/input")."""
+        params = self.init_linen(rngs.params(), options).get("params", {})
+        metadata = metadata or {}
         unknown = metadata.keys() - {f"{g}/{name}" for g, group in params.items() for name in group}
         if unknown:
             raise errors.UsageError(
@@ -60,6 +51,10 @@ class _Shell(nnx.Module):
                 for name, leaf in leaves.items()
             }
             setattr(self, group, nnx.Dict(held))
+
+    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+        """Sets `spec` to a linen module with these options, and returns its variables."""
+        raise NotImplementedError
 
     def params(self) -> dict[str, dict[str, jax.Array]]:
         """The parameters as a dict, in the form that linen takes."""
@@ -85,8 +80,7 @@ class CellShell(_Shell, nnx.RNNCellBase):
 
     def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
         """Makes one step: inputs are [..., in_features], the output h is [..., hidden_features]."""
-        result: Any = self.spec.apply({"params": self.params()}, carry, inputs)
-        return result
+        return self.spec.apply({"params": self.params()}, carry, inputs)
 
     def initialize_carry(
         self, input_shape: tuple[int, ...], rngs: Any = None, carry_init: Any = None
@@ -123,7 +117,7 @@ class LSTMCell(CellShell):
 
 
 class MLSTMCell(CellShell):
-    """Multiplicative LSTM (arXiv:1609.07959), the paper's closest relative."""
+    """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative."""
 
     linen = layers.MLSTMCell
 
@@ -156,8 +150,7 @@ class Mogrifier(_Shell):
 
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h; the gates of each read the other."""
-        result: Any = self.spec.apply({"params": self.params()}, x, h)
-        return result
+        return self.spec.apply({"params": self.params()}, x, h)
 
 
 class RNN(nnx.RNN):
@@ -233,16 +226,11 @@ class RNN(nnx.RNN):
         if found is None:
             return super().__call__(inputs, rngs=rngs, **given)
         names = ("time_major", "return_carry", "reverse", "keep_order", "unroll", "fast")
-        module = rnn.RNN(
-            found.cell,
-            **{name: getattr(self, name) for name in names},
-            remat_window=self.remat_window,
-            state_dropout=self.state_dropout,
-            deterministic=self.deterministic if deterministic is None else deterministic,
-            parent=None,
-        )
+        options = {name: getattr(self, name) for name in (*names, "remat_window", "state_dropout")}
+        deterministic = self.deterministic if deterministic is None else deterministic
+        module = rnn.RNN(found.cell, **options, deterministic=deterministic, parent=None)
         keys = {}
-        if self.state_dropout and not module.deterministic:
+        if self.state_dropout and not deterministic:
             stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
             if stream is None:
                 raise errors.UsageError(

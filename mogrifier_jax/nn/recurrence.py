@@ -1,16 +1,16 @@
-"""The scan over a window, with a backward pass that is fast.
+"""The scan over a window, with a fast backward pass.
 
-Axes: T time, B batch, I and O the two sides of a matrix.
+Axes: T time, B batch, H hidden features.
 
-Differentiating a plain `lax.scan` adds a weight-sized array at every step. Here the
-backward scan emits only the gradient at the output of each linear map, and each weight
-gradient is one matmul over [T * B] after the scan. It works for any step whose matrices are
-multiplied in `cells.project` and `cells.affine`: there a map may be replaced by a tap, which
-recalls the map's output on the way back. So the cells know nothing of all this.
+The gradient of a plain `lax.scan` adds an array of the size of the weights at every step. Here
+the backward scan returns only the gradient at the output of each linear map. After the scan, one
+matmul over [T * B] gives each weight gradient. This works for any step that multiplies by its
+matrices in `cells.project` and `cells.affine`. There a tap (`taps.py`) can replace a linear map.
+In the backward pass the tap returns the output that the map had in the forward pass.
 
-Kept from the forward pass are the carries that went into each step and the outputs of the
-large maps. Products of two thin factors are cheap to compute again, for all time steps in one
-go; storing their outputs at every step is what costs. No large matmul runs twice.
+The forward pass keeps the carry before each step and the outputs of the large maps. So no large
+matmul runs twice. The outputs of maps with two thin factors are computed again, for all time steps
+at once. That is cheap, and to store them at every step is not.
 """
 
 import functools
@@ -24,20 +24,20 @@ import jax.numpy as jnp
 
 from mogrifier_jax.nn import cells, taps
 
-# TPUs multiply float32 operands as bfloat16, so they are held in it.
+# TPUs round float32 operands of a matmul to bfloat16. So the operands are stored in bfloat16.
 TPU_OPERAND = jnp.dtype("bfloat16")
-# How the way back of float32 is worked off there depends on the bytes of outputs that a device
-# stores. Between these two numbers it goes in chunks of at most so many time steps, each of which
-# fits into the chip's fast memory. Of a whole window XLA would keep some arrays there, and then
-# there is no room for what a single step computes. Larger windows it leaves where they are.
+# The backward pass of float32 on TPUs depends on how many bytes of outputs a device stores. Between
+# these two numbers it runs in chunks of at most TPU_CHUNK time steps. A chunk fits into the fast
+# memory of the chip. Without chunks XLA keeps some arrays of the whole window there, and leaves no
+# room for the arrays of a single step. It does not do so with the arrays of larger windows.
 TPU_CHUNKED = (2**26, 2**27)
 TPU_CHUNK = 16
-# A loop that writes more bytes fills its memory with zeros first: see `_scan_into_empty`.
+# The most bytes that `_scan_into_empty` writes into memory that is not filled with zeros.
 TPU_EMPTY = 2**27
-# A single row would not be given to a TPU's matrix units, which take eight in the same time.
+# TPUs do not use their matrix units for a single row. These take as long for eight rows as for one.
 TPU_ROWS = 8
 
-# step(params, carry, x, **extras) -> carry, whose h is the output.
+# step(params, carry, x, **extras) -> carry; its h is the output.
 Step = Callable[..., Any]
 
 
@@ -57,12 +57,12 @@ def scan(
     """Runs `step` over the leading axis of xs and `scanned`; returns (carry, hs [T, B, H]).
 
     Args:
-      params: tree in storage dtype. Leaves with two or more axes are matrices, used in
-        `cells.project` and nowhere else; a `bias` belongs to the matrix beside it.
-      scanned, constant: masks and the like, passed to the step by keyword, without gradient.
-      dtype: what the matmuls run in.
-      inputs: {"input", "bias"}, a map that x goes through on its way to the step, if any.
-      remat_window: keep only the carry every so many steps, and compute the rest again.
+      params: a tree in the storage dtype. Leaves with two or more axes are matrices; the step uses
+        them only in `cells.project` and `cells.affine`. A `bias` belongs to the matrix beside it.
+      scanned, constant: keywords of the step, such as masks. They get no gradient.
+      dtype: the dtype of the matmuls.
+      inputs: {"input", "bias"}, a map to apply to x before the step, or None.
+      remat_window: keep the carry only once in this many steps, and compute the rest again.
     """
     run = functools.partial(_scan, step, jnp.dtype(dtype), unroll)
     if (factor := _padding(xs.shape[1])) > 1:
@@ -86,21 +86,21 @@ def scan(
 
 
 def _padding(batch):
-    """Rows to make of one: more than one if each device of the mesh has a single one."""
+    """How many rows to make of one: more than one if each device of the mesh has a single row."""
     return TPU_ROWS if batch == _shards() else 1
 
 
 def _shards():
-    """Parts that the batch is cut into, if the mesh is known where this is traced."""
+    """How many devices share the batch; 1 if the mesh is not known while this is traced."""
     return jax.sharding.get_abstract_mesh().shape.get("data", 1)
 
 
 def _pad_on_tpus(run, factor, params, *arguments):
     def padded(params, carry, xs, scanned, constant):
         def pad(a, axis):
-            if a.ndim <= axis:  # A number for all rows.
+            if a.ndim <= axis:  # One number for all rows.
                 return a
-            # Beside each row, so that it stays on its device.
+            # New rows go beside each row, so that each row stays on its device.
             widths = [(0, 0)] * (a.ndim + 1)
             widths[axis + 1] = (0, factor - 1)
             a = jnp.pad(jnp.expand_dims(a, axis + 1), widths)
@@ -135,10 +135,10 @@ def _run(step, dtype, unroll, params, carry, xs, scanned, constant, stepwise=Fal
 
 
 def _projections(inputs, dtype, stepwise):
-    """What is done with x before the loop and within it.
+    """Returns two functions of x: one to apply before the loop, and one to apply in each step.
 
-    One matmul over all time steps is the quickest. But on CPUs it costs more to write its result
-    and to read it again (docs/performance.md).
+    One of them projects x. One matmul over all time steps is fast, but on CPUs it takes longer to
+    write and read its result than it saves (docs/performance.md). So there it is `stepwise`.
     """
 
     def nothing(x):
@@ -177,7 +177,7 @@ def _push(
     joined=False,
     stepwise=False,
 ):
-    """The way forth, with what the way back needs; options are those of `_pull`."""
+    """The forward pass, with what the backward pass needs. `_pull` explains the options."""
     params, inputs = params
     made = taps.Taps(params, operand or dtype, dtype)
     before, within = _projections(inputs, dtype, stepwise)
@@ -217,7 +217,7 @@ def _push(
 def _backward(step, dtype, unroll, saved, cotangents):
     inputs, xs, saved = saved
     pull = functools.partial(_pull, step, dtype, unroll)
-    # As `_forward` has stored it.
+    # Here `_forward` ran `stepwise`, so the stored outputs include x.
     ways = {} if inputs is None else {"cpu": functools.partial(pull, summed=True)}
     ways |= _pulls_of_chips(pull, dtype, saved)
     found = jax.lax.platform_dependent(saved, cotangents, **ways, default=pull)
@@ -233,9 +233,9 @@ def _backward(step, dtype, unroll, saved, cotangents):
 
 
 def _pulls_of_chips(pull, dtype, saved):
-    """The ways back of accelerators that differ from the usual one."""
+    """The backward passes of the accelerators that need another one than the default."""
     ways = {}
-    # Where `cells.hoist` has left only maps of h in a step, none of these pays.
+    # They are not faster if `cells.hoist` has left only maps of h in the step.
     if taps.Taps(saved[0], dtype).read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
         if rounded_on_tpus(dtype):
@@ -249,7 +249,7 @@ def _pulls_of_chips(pull, dtype, saved):
 
 
 def rounded_on_tpus(dtype):
-    """Whether a TPU rounds what it multiplies: float32, at JAX's default precision."""
+    """Whether a TPU rounds the operands of a matmul: float32 at JAX's default precision."""
     asked = jax.config.jax_default_matmul_precision
     return dtype == jnp.float32 and asked in (None, "default", "fastest", "bfloat16")
 
@@ -266,18 +266,18 @@ def _pull(
     joined=False,
     summed=False,
 ):
-    """The way back.
+    """The backward pass.
 
     Args:
-      operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
-      loop: `lax.scan` or one like it.
-      chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
-        then computed again in that loop, and not for all time steps before it.
-      joined: whether a step writes its gradients as one array, and multiplies by the product of
-        thin factors. On GPUs each write and each matmul is a kernel of its own, or several, and
-        takes longer to start than to run.
-      summed: whether x is in the stored outputs that it is added to, as where it is projected
-        step by step. In float32 on a TPU that would cost.
+      operand: the dtype in which operands of matmuls are stored; `dtype` if None.
+      loop: `lax.scan`, or a function with the same arguments and results.
+      chunk: run the loop in chunks of at most this many time steps. Each step then computes its
+        outputs of thin maps again. Otherwise they are computed for all steps before the loop.
+      joined: a step writes its gradients as one array, and multiplies by the product of thin
+        factors. On GPUs each write and each matmul is at least one kernel, which takes longer to
+        start than to run.
+      summed: the stored outputs include the addend, which is x. It is set where each step
+        projects x. For float32 on TPUs it would be slower.
     """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
@@ -285,7 +285,7 @@ def _pull(
     made = taps.Taps(params, operand, dtype)
 
     def ends_of_maps(carry, x, extras, outputs):
-        """What goes into every linear map of a step and what comes out of it."""
+        """The inputs and the outputs of all linear maps of a step."""
         inputs, outputs = {}, dict(outputs)
 
         def recall(name, x, addend):
@@ -301,7 +301,7 @@ def _pull(
     inputs, all_outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
     if chunk is None:
         outputs = all_outputs
-    # Materialised once, so that the matmuls of the loop read their matrix as it lies.
+    # The barrier makes XLA transpose the matrices once, before the loop.
     transposed = jax.lax.optimization_barrier(jax.tree.map(taps.transpose, made.maps))
     in_loop = transposed
     if joined:
@@ -327,7 +327,7 @@ def _pull(
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
         d_outputs = {name: d_output.astype(operand) for name, d_output in d_outputs.items()}
-        # Where x is added to an output, their gradients are the same, and are written once.
+        # If x is the addend of an output, both have the same gradient. It is written once.
         same[:] = [name for name, d_output in d_outputs.items() if summed and d_output is d_x]
         written = (None if same else d_x, d_outputs)
         return (d_carry, d_vectors), _join(written) if joined else written
@@ -347,9 +347,10 @@ _scan.defvjp(_forward, _backward)
 
 
 def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
-    """`lax.scan`, whose results go into memory that is not filled with zeros first.
+    """`lax.scan` that writes its results into memory without filling it with zeros first.
 
-    Not if they are large: XLA allocates them long before the loop, perhaps in the fast memory.
+    For large results it is `lax.scan` itself. XLA allocates the empty memory long before the loop,
+    and may take the fast memory for it.
     """
     _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
@@ -371,7 +372,7 @@ def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
 
 
 def _scan_in_chunks(loop, most, state, xs):
-    """Runs a backward loop chunk by chunk, of the largest length up to `most` that divides T."""
+    """Runs a backward loop in chunks; their length divides T and is at most `most`."""
     steps = jax.tree.leaves(xs)[0].shape[0]
     length = max(n for n in range(1, most + 1) if steps % n == 0)
     chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
@@ -380,12 +381,12 @@ def _scan_in_chunks(loop, most, state, xs):
 
 
 def _join(tree):
-    """Arrays [B, ...] as one [B, N]."""
+    """Makes one array [B, N] of arrays [B, ...]."""
     return jnp.concatenate([a.reshape(len(a), -1) for a in jax.tree.leaves(tree)], 1)
 
 
 def _part(joined, like):
-    """The [T, B, N] of all that `_join` made, as the tree that it was."""
+    """Undoes `_join`: makes a tree like `like` of the [T, B, N] from all time steps."""
     leaves, treedef = jax.tree.flatten(like)
     ends = list(itertools.accumulate(math.prod(leaf.shape[2:]) for leaf in leaves))
     parts = jnp.split(joined, ends[:-1], 2)

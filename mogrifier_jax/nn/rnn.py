@@ -1,8 +1,8 @@
-"""RNN, one cell over a sequence by the fast path, and Stack, the recurrent layers of a model.
+"""RNN, which runs one cell over sequences, and Stack, the recurrent layers of a model.
 
-Axes: B batch, T time, D input features, E embedding, H hidden. `RNN` stands in for `nn.RNN`;
-`recurrence.py` has the scan that makes it fast. Dropout rates of a stack are values, not
-switches: they may be traced, and `None` takes the operation away.
+Axes: B batch, T time, D input features, E embedding, H hidden. `RNN` replaces `nn.RNN` and uses
+the fast scan of `recurrence.py`. The dropout rates of a stack are numbers that may be traced. A
+rate of None means that the operation is left out.
 """
 
 import functools
@@ -22,7 +22,7 @@ check = layers.check
 
 
 class RNN(nn.RNN):
-    """`nn.RNN` with a backward pass that is fast; arguments, parameters and results are the same.
+    """`nn.RNN` with a fast backward pass; arguments, parameters and results are the same.
 
     >>> rnn = RNN(layers.MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3))
     >>> init = jax.jit(rnn.init_with_output)
@@ -30,10 +30,11 @@ class RNN(nn.RNN):
     >>> ys.shape
     (2, 7, 8)
 
-    `fast=False` runs step by step, for forward-mode derivatives. `remat_window` keeps only the
-    carry every so many steps and computes the rest again, to save memory. `state_dropout` drops
-    units of h as the gates read it, the same ones at every step. Flax's own LSTM, GRU and simple
-    cell are fast too, with their own parameters; other cells run step by step.
+    `fast=False` runs a plain scan, which forward-mode derivatives need. `remat_window` saves
+    memory: it keeps the carry only once in this many steps, and computes the rest again.
+    `state_dropout` drops units of the h that the gates read, the same units at every step. It
+    draws from the rng "dropout". Flax's own LSTM, GRU and simple cell are fast too, with their own
+    parameters. Other cells run step by step.
     """
 
     fast: bool = True
@@ -54,7 +55,7 @@ class RNN(nn.RNN):
         keep_order: bool | None = None,
         deterministic: bool | None = None,
     ) -> Any:
-        """As `nn.RNN`. State dropout draws from the rng "dropout", unless `deterministic`."""
+        """Takes the arguments of `nn.RNN`; `deterministic` turns the state dropout off."""
         layers.check_sequences(self.cell, inputs, seq_lengths)
         if not isinstance(self.cell, layers.Cell):
             given = dict(
@@ -81,16 +82,15 @@ class RNN(nn.RNN):
         if carry is None:
             carry = self.cell.initialize_carry(init_key, (*batch, xs.shape[-1]))
         self.cell.check_carry(carry, (*batch, xs.shape[-1]))
-        lengths = seq_lengths
+        lengths = None if seq_lengths is None else jnp.asarray(seq_lengths)
         if lengths is not None:
-            lengths = jnp.asarray(lengths)
             check(
-                lengths.shape == batch and jnp.issubdtype(lengths.dtype, jnp.integer),
+                lengths.shape == batch,
                 f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one "
                 f"integer for each sequence, here {batch}",
             )
         mask = self.draw_state_mask(batch, deterministic)
-        if len(batch) != 1:  # The recurrence wants one batch axis.
+        if len(batch) != 1:  # The recurrence needs one batch axis.
             rows = math.prod(batch)
             xs = xs.reshape(xs.shape[0], rows, xs.shape[-1])
             carry = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), carry)
@@ -118,8 +118,7 @@ class RNN(nn.RNN):
         if nn.merge_param("deterministic", self.deterministic, deterministic):
             return {}
         shape = (*batch, self.cell.hidden_size)
-        keep = keep_mask(self.state_dropout, shape, self.make_rng("dropout"))
-        return {"keep": keep, "scale": keep_scale(self.state_dropout, jnp.float32)}
+        return state_mask(self.state_dropout, shape, self.make_rng("dropout"))
 
     def window(
         self,
@@ -130,19 +129,18 @@ class RNN(nn.RNN):
         valid: jax.Array | None = None,
         last: jax.Array | None = None,
     ) -> tuple[Any, jax.Array]:
-        """(carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller has drawn.
+        """From (carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller draws.
 
-        `keep` is the state dropout mask: [B, H] for the whole window or [T, B, H], a new one for
-        each step. `valid` [T, B] is false beyond an example's end, where the output is zero and
-        the state stays as it is. `last` [T, B] marks the step whose carry is returned.
+        `keep` is the mask of the state dropout: [B, H] for all steps, or [T, B, H] with a mask for
+        each step. `valid` [T, B] is false after an example's end. There the output is zero and the
+        state does not change. `last` [T, B] marks the step whose carry is returned.
         """
         self.check_shapes(carry, xs, keep, scale, valid)
         xs = xs.astype(self.cell.dtype)
         given = {"keep": keep, "scale": scale, "valid": valid, "last": last}
         masks = {name: mask for name, mask in given.items() if mask is not None}
-        moving = {n for n, mask in masks.items() if mask.ndim == 3 or n in ("valid", "last")}
-        scanned = {name: masks[name] for name in moving}
-        constant = {name: masks[name] for name in masks.keys() - moving}
+        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", "last")}
+        constant = {name: mask for name, mask in masks.items() if name not in scanned}
         if last is not None and isinstance(carry, cells.LSTMCarry):
             carry = _Marked(*carry, end=carry.c)
         run = self.run_fast if self.fast and len(xs) else self.run_plainly
@@ -155,7 +153,7 @@ class RNN(nn.RNN):
         return carry, hs
 
     def run_fast(self, carry, xs, scanned, constant):
-        """By `recurrence.py`."""
+        """Runs the scan of `recurrence.py`."""
         weights, inputs = cells.hoist(self.cell.weights(xs.shape[-1]))
         options: Any = dict(inputs=inputs, remat_window=self.remat_window, unroll=self.unroll)
         step = functools.partial(_step, self.cell.cell)
@@ -172,7 +170,7 @@ class RNN(nn.RNN):
             ) from error
 
     def run_plainly(self, carry, xs, scanned, constant):
-        """The same, as it is written down: the reference for the fast path."""
+        """Runs a plain scan, which is the reference for the fast one."""
         weights = self.cell.weights(xs.shape[-1])
 
         def body(carry, inputs):
@@ -184,7 +182,7 @@ class RNN(nn.RNN):
         return jax.lax.scan(body, carry, (xs, scanned), unroll=self.unroll)
 
     def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
-        """As `window` without masks, and every gate at every step, [T, B, ...] each."""
+        """As `window` without masks; also returns every gate at every step, [T, B, ...]."""
         self.check_shapes(carry, xs)
         xs = xs.astype(self.cell.dtype)
         weights = taps.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
@@ -197,7 +195,7 @@ class RNN(nn.RNN):
         return carry, hs, gates
 
     def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
-        """Everything that a window is given fits together."""
+        """Refuses arguments of a window that do not fit together."""
         for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
             whole = value is None or (isinstance(value, int) and value >= 1)
             check(whole, f"{name} {value!r} must be a whole number, at least 1")
@@ -221,7 +219,7 @@ class RNN(nn.RNN):
 
 
 class _Marked(NamedTuple):
-    """The carry of an LSTM, and the c of the step that was marked as the last one."""
+    """The carry of an LSTM, and the c of the step that is marked as the last one."""
 
     c: jax.Array
     h: jax.Array
@@ -229,7 +227,7 @@ class _Marked(NamedTuple):
 
 
 def _step(cell, params, carry, x, valid=None, last=None, **mask):
-    """A step of a pure cell; beyond an example's end the state stays as it is."""
+    """One step of a function of `cells.py`; after an example's end the state does not change."""
     if isinstance(carry, _Marked):
         after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **mask)
         return _Marked(*after, end=jnp.where(last[:, None], after.c, carry.end))
@@ -240,20 +238,20 @@ def _step(cell, params, carry, x, valid=None, last=None, **mask):
 
 
 def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
-    """[T, B]: each sequence's last step; of an empty one it is the last of all, as in Flax."""
+    """Marks the last step of each sequence, [T, B]; as in Flax, step T for an empty sequence."""
     index = jnp.minimum(lengths, steps) - 1
     index = jnp.where(index < 0, index + steps, index)
     return jnp.arange(steps)[:, None] == index[None, :]
 
 
 class Dropout(NamedTuple):
-    """Probabilities of dropping; None where there is no dropout at all."""
+    """The probabilities of dropping an element; None means no dropout."""
 
-    input: Any = None  # On embedded tokens.
-    inter_layer: Any = None  # On what one layer hands to the next.
-    state: Any = None  # On the previous h as the gates read it.
-    output: Any = None  # On the summed output of the layers.
-    downprojected: Any = None  # Once more after a projection or mixture.
+    input: Any = None  # Of the embedded tokens.
+    inter_layer: Any = None  # Of the input of each layer after the first.
+    state: Any = None  # Of the previous h that the gates read.
+    output: Any = None  # Of the output of the stack.
+    downprojected: Any = None  # Of the softmax's projection of that output.
 
 
 NO_DROPOUT = Dropout()
@@ -275,8 +273,13 @@ def keep_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
 
 
 def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
-    """What makes up for the dropped: 1 / (1 - rate)."""
+    """The factor 1 / (1 - rate) for the elements that are kept."""
     return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
+
+
+def state_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> dict[str, jax.Array]:
+    """The mask and the scale of state dropout, as `RNN.window` takes them."""
+    return {"keep": keep_mask(rate, shape, key), "scale": keep_scale(rate, jnp.float32)}
 
 
 def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
@@ -287,14 +290,14 @@ def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
 
 
 class Stack(nn.Module):
-    """Layers of one cell over a window, combined as `output` says."""
+    """Runs layers of the same cell over a window; `output` says how they are combined."""
 
     num_layers: int
     hidden_size: int
     cell: str = "mogrifier_lstm"
-    cell_options: Any = ()  # A mapping, splatted into the cell.
+    cell_options: Any = ()  # A mapping: the options of the cell.
     output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
-    state_mask: str = "window"  # State dropout: one mask for the "window" or for each "step".
+    state_mask: str = "window"  # One mask of the state dropout for the "window" or each "step".
     trainable_initial_state: bool = False
     fast: bool = True
     remat_window: int | None = None
@@ -331,7 +334,7 @@ class Stack(nn.Module):
         return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
 
     def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
-        """What a sequence starts from: zeros, or the trained initial state."""
+        """The carry that a sequence starts from: zeros, or the trained initial state."""
         zeros = zero_carry(self, batch_size)
         if not self.trainable_initial_state:
             return zeros
@@ -339,54 +342,48 @@ class Stack(nn.Module):
 
     def __call__(
         self,
-        carry: tuple[Any, ...],
+        carry: tuple[Any, ...] | None,
         xs: jax.Array,
         valid: jax.Array | None = None,
         rates: Dropout = NO_DROPOUT,
     ) -> tuple[tuple[Any, ...], jax.Array]:
-        """(carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
-        self.check_carry(carry)
-        carries: list[Any] = []
-        total: Any = None
-        for index, layer in enumerate(self.layers):
-            if index and rates.inter_layer is not None:
-                xs = dropout(rates.inter_layer, xs, self.make_rng("dropout"))
-            mask = self.draw_state_mask(rates.state, xs.shape)
-            last, hs = layer.window(carry[index], xs, **mask, valid=valid)
-            carries.append(last)
-            if self.output == "residual" and index:
-                hs = total + hs
-            total = total + hs if self.output == "sum" and index else hs
-            xs = hs
-        return tuple(carries), total
+        """From (carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
 
-    def check_carry(self, carry: Any) -> None:
-        """One carry for each layer; the layers look at them more closely."""
+        def run(layer, carry, xs):
+            mask = {}
+            if rates.state is not None:
+                steps = xs.shape[:1] if self.state_mask == "step" else ()
+                shape = (*steps, xs.shape[1], self.hidden_size)
+                mask = state_mask(rates.state, shape, self.make_rng("dropout"))
+            return layer.window(carry, xs, **mask, valid=valid)
+
+        carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
+        return carry, total
+
+    def gates(self, carry: tuple[Any, ...] | None, xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
+        """Returns the carry, and every gate of every layer, [T, B, ...]."""
+        carry, _, found = self.run_layers(RNN.gates, carry, xs)
+        return carry, [gates for (gates,) in found]
+
+    def run_layers(self, run, carry, xs, rate=None):
+        """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
+
+        Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
+        Without a carry it starts from the initial one.
+        """
+        carry = self.initial_carry(xs.shape[1]) if carry is None else carry
         check(
             isinstance(carry, tuple | list) and len(carry) == self.num_layers,
             f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
             "each layer; make one with zero_carry(batch_size)",
         )
-
-    def draw_state_mask(self, rate: Any, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """One mask for each layer, drawn outside the recurrence."""
-        if rate is None:
-            return {}
-        steps = shape[:1] if self.state_mask == "step" else ()
-        mask_shape = (*steps, shape[1], self.hidden_size)
-        keep = keep_mask(rate, mask_shape, self.make_rng("dropout"))
-        return {"keep": keep, "scale": keep_scale(rate, jnp.float32)}
-
-    def gates(self, carry: tuple[Any, ...], xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
-        """Every gate of every layer, [T, B, ...] each."""
-        self.check_carry(carry)
-        carries: list[Any] = []
-        found: list[cells.Gates] = []
-        total: Any = None
+        carries, others, total = [], [], None
         for index, layer in enumerate(self.layers):
-            last, hs, gates = layer.gates(carry[index], xs)
+            if index and rate is not None:
+                xs = dropout(rate, xs, self.make_rng("dropout"))
+            last, hs, *other = run(layer, carry[index], xs)
             carries.append(last)
-            found.append(gates)
+            others.append(other)
             xs = total + hs if self.output == "residual" and index else hs
-            total = xs
-        return tuple(carries), found
+            total = total + xs if self.output == "sum" and index else xs
+        return tuple(carries), total, others

@@ -1,4 +1,4 @@
-"""Softmax: from the stack's outputs to logits or nats, as one distribution or a mixture.
+"""Softmax: from the outputs of the stack to logits or nats, with one distribution or a mixture.
 
 Axes: T time, B batch, H hidden, E embedding, V vocabulary, C components of a mixture.
 """
@@ -14,17 +14,17 @@ from jax.experimental import layout
 from mogrifier_jax.nn import cells, recurrence, rnn
 
 Dtype = Any
-# Of a chunk on CPUs, 16 MB: what reads the logits after their matmul finds them in a cache.
+# The most logits of a chunk on CPUs. They have 16 MB, so they stay in a cache after their matmul.
 CPU_LOGITS = 1 << 22
 
 
 def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
-    """Truncated normal whose real deviation is sqrt(factor / fan): lamb's embeddings."""
+    """lamb's initialiser of embeddings: a truncated normal of deviation sqrt(factor / fan)."""
     return nn.initializers.truncated_normal((factor / fan) ** 0.5 / 0.87962566)
 
 
 class Softmax(nn.Module):
-    """From the stack's outputs [T, B, H] to logits or nats."""
+    """Turns the outputs [T, B, H] of the stack into logits or nats."""
 
     vocab_size: int
     hidden_size: int
@@ -49,7 +49,7 @@ class Softmax(nn.Module):
         self.bias = self.param("bias", _zeros, (self.vocab_size,))
 
     def nats(self, hs, targets, embedding, rates, temperature) -> jax.Array:
-        """-log p(target) [T, B]; at most `max_logits` logits exist at a time."""
+        """-log p(target) [T, B]; no more than `max_logits` logits are in memory at once."""
         us, log_weights = self.features(hs, rates)
         score = functools.partial(self.score, self.matrix(embedding), temperature)
         chunks = self._count_chunks(targets, self.max_logits)
@@ -75,7 +75,7 @@ class Softmax(nn.Module):
         return jax.nn.logsumexp(jax.nn.log_softmax(logits) + log_weights[..., None], axis=-2)
 
     def features(self, hs, rates):
-        """What is compared with the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
+        """The vectors that multiply the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
         if rates.output is not None:
             hs = rnn.dropout(rates.output, hs, self.make_rng("dropout"))
         log_weights = None
@@ -94,12 +94,12 @@ class Softmax(nn.Module):
         return us, log_weights
 
     def matrix(self, embedding) -> jax.Array:
-        """[V, E], the layout of an embedding table, in the compute dtype."""
+        """The output embeddings [V, E] in the compute dtype."""
         table = embedding if self.tied_embeddings else self.kernel.T
         return table.astype(self.dtype)
 
     def score(self, matrix, temperature, us, log_weights, targets) -> jax.Array:
-        """-log p(target), of the mixture if there is one."""
+        """-log p(target) under the softmax or the mixture."""
         if log_weights is not None:
             targets = jnp.broadcast_to(targets[..., None], us.shape[:-1])
         temperature = jnp.asarray(temperature, cells.wide(us.dtype))
@@ -108,7 +108,7 @@ class Softmax(nn.Module):
 
 
 def component_logits(us, matrix, bias, temperature) -> jax.Array:
-    """us [..., E] against matrix [V, E]: [..., V] in at least float32."""
+    """The logits [..., V] of us [..., E] and a matrix [V, E], in at least float32."""
     wide = cells.wide(us.dtype)
     contract = (((us.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
@@ -116,7 +116,7 @@ def component_logits(us, matrix, bias, temperature) -> jax.Array:
 
 
 def _in_chunks(score, chunks, us, log_weights, targets) -> jax.Array:
-    """`score` of some steps at a time; the way back computes their logits once more."""
+    """Calls `score` on some steps at a time; the backward pass computes their logits again."""
     if chunks == 1:
         return score(us, log_weights, targets)
     steps, batch = targets.shape
@@ -133,9 +133,9 @@ def _in_chunks(score, chunks, us, log_weights, targets) -> jax.Array:
 
 
 def _flat(score, us, log_weights, targets) -> jax.Array:
-    """`score` of matrices: XLA:CPU copies fewer logits than with two leading axes.
+    """Calls `score` with one leading axis, for which XLA:CPU copies fewer logits than for two.
 
-    The batch comes first, so that its split over devices stays as it is.
+    The batch comes first in that axis, so each device keeps its part of the batch.
     """
 
     def flatten(a):
@@ -147,10 +147,10 @@ def _flat(score, us, log_weights, targets) -> jax.Array:
 
 @jax.custom_vjp
 def log_probability(us, matrix, bias, temperature, targets) -> jax.Array:
-    """log softmax(logits)[target], [...] for us [..., E] and targets [...].
+    """log softmax(logits)[target] for us [..., E] and targets [...].
 
-    Its gradient at the logits is made once, in the compute dtype. Left to itself the compiler
-    computes it anew, from float32 logits, in each of the three places that read it.
+    The gradient at the logits is computed once, in the compute dtype. Without this the compiler
+    computes it from float32 logits in each of the three places that read it.
     """
     return _log_probability(us, matrix, bias, temperature, targets)[0]
 
@@ -180,10 +180,11 @@ def _log_probability_backward(saved, d_log_p):
 
     def spread_on_tpus(*arguments):
         d_us, d_matrix, d_bias = spread(*arguments, operand=recurrence.TPU_OPERAND)
-        # As the embeddings lie. XLA would exchange the axes of the gradient, and then those of
-        # the embeddings and of all that the optimizer has for them, at each train step.
+        # This is the layout of the embeddings. XLA would transpose the gradient. Then it would
+        # transpose the embeddings and their optimizer state, too, at each train step.
         d_matrix = layout.with_layout_constraint(d_matrix, layout.Layout((0, 1)))
-        # Together, so that the gradient of the logits does not take room in the backward loops.
+        # The barrier computes both before the backward loops. Then the gradient of the logits
+        # takes no memory during these.
         return *jax.lax.optimization_barrier((d_us, d_matrix)), d_bias
 
     ways = {"tpu": spread_on_tpus} if recurrence.rounded_on_tpus(us.dtype) else {}

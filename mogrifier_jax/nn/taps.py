@@ -1,6 +1,7 @@
-"""Linear maps of a parameter tree, and what may be put in their place while a step is traced.
+"""Finds the linear maps of a parameter tree, and puts taps in their place.
 
-`recurrence.py` takes over the matmuls of a step this way; the cells know nothing of it.
+A tap is a function that stands where a cell expects a matrix. `recurrence.py` uses taps to compute
+the matmuls of a step in its own way. Only `cells.project` and `cells.affine` call them.
 """
 
 import jax
@@ -8,24 +9,24 @@ import jax.numpy as jnp
 
 from mogrifier_jax.nn import cells
 
-# On GPUs a matmul by two thin factors takes several kernels, which take longer to start than to
-# run. A product of at most so many bytes is read in less time than that. Its inner axis has zeros
-# at the end: XLA cuts it into parts, and would fill up the last one in every step.
+# On GPUs a matmul by two thin factors takes several kernels. They take longer to start than to run.
+# The product of the factors takes less time to read if it has at most CUDA_PRODUCT bytes. Zeros
+# make its inner axis a multiple of CUDA_ALIGNMENT. Otherwise XLA would add them in every step.
 CUDA_PRODUCT = 2**24
 CUDA_ALIGNMENT = 128
 
 
 class Taps:
-    """A parameter tree taken apart into linear maps, their biases, and other vectors.
+    """A parameter tree, taken apart into linear maps, their biases, and other vectors.
 
-    A map is a tuple of one matrix, or of the two factors `down` and `up`; it goes by the name
-    of the first. Names are paths in the tree. Matrices are cast to `dtype`; `output_dtype` is
-    that of the maps' outputs, if it is another. An output has its bias in it unless that would
-    round it once more.
+    A map is a tuple of one matrix, or of the two factors `down` and `up`. Its name is the path of
+    the first one in the tree. Matrices are cast to `dtype`. The outputs of the maps have
+    `output_dtype`, which is `dtype` unless it is given. An output includes the bias, except in a
+    dtype narrower than float32, where the sum would be rounded once more.
     """
 
     _FIRST = ("kernel", "down", "input", "recurrent")
-    _BIASED = ("kernel", "down", "input")  # The one of these that stands beside a bias.
+    _BIASED = ("kernel", "down", "input")  # A bias beside one of these belongs to it.
 
     def __init__(self, params, dtype, output_dtype=None):
         self._dtype, self._output_dtype = dtype, output_dtype or dtype
@@ -33,7 +34,7 @@ class Taps:
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
         self._second, self._bias, self.maps = {}, {}, {}
-        self.read_inputs = False  # Whether x goes through a map, too.
+        self.read_inputs = False  # Whether there are maps of x, and not only of h.
         for path, leaf in flat:
             name, last = jax.tree_util.keystr(path), path[-1].key
             if last in self._FIRST:
@@ -60,7 +61,7 @@ class Taps:
         return len(self.maps[name]) == 2
 
     def products(self, transposed=False):
-        """The maps with the product of their factors, if it is small, in the factors' place."""
+        """The maps, where the product of two factors replaces them if it is small."""
 
         def multiply(matrices):
             down, up = matrices[0], matrices[-1]
@@ -78,7 +79,7 @@ class Taps:
         return {name: multiply(matrices) for name, matrices in self.maps.items()}
 
     def apply(self, name, x, maps):
-        """The output of a map; `maps` are these, or their products."""
+        """The output of a map for x; `maps` is `self.maps` or `self.products()`."""
         for matrix in maps[name]:
             x = jnp.tensordot(
                 pad_last(x.astype(self._dtype), matrix.shape[0]),
@@ -89,14 +90,15 @@ class Taps:
         return self._add_bias(name, x) if self._whole else x
 
     def _add_bias(self, name, y):
-        """To a map's output, if the map has one."""
+        """Adds the bias of a map, if it has one, to the output of the map."""
         y = cells.widen(y)
         return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
 
     def replace(self, output_of, vectors=None):
-        """The tree with `output_of(name, x, addend)` in place of each map: see `cells.project`.
+        """The tree with a tap in place of each map; the tap calls `output_of(name, x, addend)`.
 
-        The addend is what the caller adds that is no parameter, if anything.
+        `cells.project` and `cells.affine` call the taps. The addend is what they add to the output
+        if it is not a parameter, else None.
         """
 
         def tap(name):
@@ -113,7 +115,7 @@ class Taps:
         return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
 
     def gradients(self, inputs, d_outputs, d_vectors, transposed):
-        """One matmul over [T, B] for each matrix, one sum for each bias."""
+        """The gradients of the tree: one matmul over [T, B] for a matrix, one sum for a bias."""
         grads = dict(d_vectors)
         for name, matrices in self.maps.items():
             x, d_output = inputs[name], d_outputs[name]
@@ -131,30 +133,30 @@ class Taps:
 
 
 def sum_of_products(x, d_output):
-    """The gradient of a matrix from the two ends of its matmul, over all of [T, B]."""
+    """The gradient of a matrix, from its inputs and the gradients of its outputs, [T, B, ...]."""
     wide = cells.wide(d_output.dtype)
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 
 def _beside(path, name):
-    """The name of what stands beside a leaf in its dict."""
+    """The path of another entry of the dict that a leaf is in."""
     return jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey(name)))
 
 
 def pad_last(x, size):
-    """Zeros behind the last axis of x, up to a size."""
+    """Adds zeros at the end of the last axis of x, up to a size."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def transpose(matrix):
-    """[I, ...] to [..., I]."""
+    """Moves the first axis of [I, ...] to the end, [..., I]."""
     return jnp.moveaxis(matrix, 0, -1)
 
 
 @jax.custom_vjp
 def recall(x, output, transposed):
-    """The output of a linear map that is known already, differentiable in the map's input."""
+    """Returns the known output of a linear map; its derivative is that of the map."""
     return output
 
 
@@ -175,7 +177,7 @@ recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backwa
 
 @jax.custom_vjp
 def recall_sum(output, addend):
-    """An output that has the addend in it, differentiable in both."""
+    """Returns an output that includes the addend; its derivative is that of their sum."""
     return output
 
 

@@ -125,9 +125,8 @@ class Analysis:
 def analyse(text: str) -> Analysis:
     """The costs of a program, given its text from `compiled.as_text()`."""
     program = hlo.parse(text)
-    unknown = [None] * len(program.entry.parameters)
     walk = _Walk(program)
-    walk.computation(program.entry, unknown, 1)
+    walk.computation(program.entry, [], 1)
     return Analysis(tuple(walk.costs), tuple(walk.loops), tuple(walk.collectives))
 
 
@@ -149,17 +148,15 @@ class _Walk:
             elif i.opcode == "conditional":
                 self._conditional(i, executions)
             elif i.opcode in ("call", "async-start"):
-                inner = self._called(i)
+                inner = self.program.callee(i)
                 self.computation(inner, [evaluate(o) for o in i.operands], executions)
             else:
                 self._add(computation, i, executions)
-                if i.opcode == "fusion":
-                    self._fusion(i, executions)
+                if i.opcode == "fusion":  # Its own estimate covers everything else in it.
+                    inside = self._apart(self.program.callee(i), executions)
+                    self.collectives += inside.collectives
                 if i.opcode.removesuffix("-start") in COLLECTIVES:
                     self.collectives.append(_collective(computation, i, executions))
-
-    def _called(self, i: hlo.Instruction) -> hlo.Computation:
-        return self.program.computations[i.called.get("calls") or i.called["to_apply"]]
 
     def _add(self, computation: hlo.Computation, i: hlo.Instruction, times: int) -> None:
         moved = hlo.traffic(self.program, computation, i)
@@ -169,11 +166,11 @@ class _Walk:
             row = (i.name, i.opcode, i.op_name, times, i.cycles, i.bytes, moved, count, single)
             self.costs.append(Cost(*row))
 
-    def _fusion(self, i: hlo.Instruction, executions: int) -> None:
-        """Adds the collectives in a fusion; its own estimate covers everything else in it."""
-        inside = _Walk(self.program)
-        inside.computation(self._called(i), [], executions)
-        self.collectives += inside.collectives
+    def _apart(self, computation: hlo.Computation, executions: int) -> "_Walk":
+        """The costs of a computation by itself."""
+        walk = _Walk(self.program)
+        walk.computation(computation, [], executions)
+        return walk
 
     def _loop(self, i: hlo.Instruction, init: hlo.Value, executions: int) -> None:
         trips = hlo.trip_count(self.program, i, init)
@@ -191,11 +188,8 @@ class _Walk:
         self.loops.insert(place, LoopCost(i.name, i.op_name, trips, executions, cycles))
 
     def _conditional(self, i: hlo.Instruction, executions: int) -> None:
-        branches = []
-        for name in i.called.values():
-            branch = _Walk(self.program)
-            branch.computation(self.program.computations[name], [], executions)
-            branches.append(branch)
+        computations = [self.program.computations[name] for name in i.called.values()]
+        branches = [self._apart(branch, executions) for branch in computations]
         dearest = max(branches, key=lambda branch: sum(cost.cycles for cost in branch.costs))
         self.costs += dearest.costs
         self.loops += dearest.loops
@@ -245,13 +239,8 @@ class Memory:
 def memory(compiled: jax.stages.Compiled) -> Memory:
     """The memory of a program, as its compiler reports it."""
     stats: Any = compiled.memory_analysis()
-    return Memory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-    )
+    kinds = ("argument", "output", "alias", "temp", "generated_code")
+    return Memory(*(getattr(stats, f"{kind}_size_in_bytes") for kind in kinds))
 
 
 def compute_seconds(analysis: Analysis, chip: targets.Chip) -> float:
@@ -331,19 +320,15 @@ def _subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
-def _dot_general(equation: jax.extend.core.JaxprEqn) -> int:
+def _dot_general(equation: Any) -> int:
     """Two FLOPs for each product: every output element sums over the contracted axes."""
     (contracted, _), _ = equation.params["dimension_numbers"]
-    lhs, out = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    lhs, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
 
 
-def _convolution(equation: jax.extend.core.JaxprEqn) -> int:
+def _convolution(equation: Any) -> int:
     """Two FLOPs for each product: the output size times the window and its input features."""
     numbers = equation.params["dimension_numbers"]
-    kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
+    kernel, out = equation.invars[1].aval.shape, equation.outvars[0].aval.shape
     return 2 * math.prod(out) * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-
-
-def _shape(variable: Any) -> tuple[int, ...]:
-    return variable.aval.shape

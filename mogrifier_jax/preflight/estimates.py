@@ -60,7 +60,7 @@ class Report:
     collective_seconds: float = math.nan
     collectives: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     time_from: str = ""
-    kernels: float = math.nan  # Started in a step on each GPU.
+    kernels: float = math.nan  # Started in a step on each GPU; TPUs have none.
     peak_share: float = math.nan  # FLOPs per second, as a share of the chips' bfloat16 peak.
     compile_seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ def run(
     reports = examine_splits(config, target) if search else [examine(config, target)]
     print(describe(reports[0]))
     if search:
-        print(compare(reports))
+        print("\n  ".join(["splits of the chips, best first:", *map(_row, reports)]))
     if json_path:
         write_json(json_path, reports)
     return reports
@@ -151,7 +151,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         notes.append(f"loops of unknown length counted once, so times are lower bounds: {names}")
     compute = costs.compute_seconds(analysis, target.chip) / count
     collective = costs.collective_seconds(analysis, target) / count
-    per_chip = common["flops"] / target.num_chips
+    per_chip, gpu = common["flops"] / target.num_chips, target.chip.kind == "gpu"
     kinds = _bytes_by_kind(state, task.stream, memory)
     try:
         evaluation = _evaluation(made, state.params, target, held=memory.arguments)
@@ -172,18 +172,12 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         compute_seconds=compute,
         collective_seconds=collective,
         collectives={k: (n / count, b / count) for k, (n, b) in analysis.by_kind().items()},
-        time_from="XLA's cycles" if target.chip.kind == "tpu" else "roofline of each kernel",
-        kernels=_kernels(analysis, target) / count,
+        time_from="roofline of each kernel" if gpu else "XLA's cycles",
+        kernels=sum(c.executions for c in analysis.costs) / count if gpu else math.nan,
         peak_share=per_chip / (compute + collective) / target.chip.peak_flops,
         compile_seconds=round(seconds, 1),
         notes=tuple(notes),
     )
-
-
-def _kernels(analysis: costs.Analysis, target: targets.Target) -> float:
-    """How many kernels one run of a program starts; NaN for TPUs, which have none."""
-    started = sum(cost.executions for cost in analysis.costs)
-    return started if target.chip.kind == "gpu" else math.nan
 
 
 class _Evaluation(NamedTuple):
@@ -331,12 +325,8 @@ def describe(report: Report) -> str:
     return "\n".join([progress.table(sections), *report.notes])
 
 
-def compare(reports: list[Report]) -> str:
-    """A list with one line for each split."""
-    return "\n".join(["splits of the chips, best first:", *(f"  {_row(r)}" for r in reports)])
-
-
 def _row(report: Report) -> str:
+    """One line about a split."""
     verdict = "fits" if report.fits else "does not fit"
     return (
         f"data {report.data} x model {report.model}: {verdict}, {_size(report.needed)}, "

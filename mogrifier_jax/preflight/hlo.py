@@ -1,9 +1,9 @@
 """Reads the text of a compiled program: computations, shapes, loop trip counts.
 
-`parse` turns the optimised HLO text of any backend into instructions grouped by computation;
-`trip_count` finds how often a loop runs by running the few integers its condition reads.
-`dots` and `traffic` count the matmul FLOPs and the bytes of one instruction. `costs.py` adds up
-costs along the call graph that is read here.
+`parse` turns the optimised HLO text of any backend into instructions, grouped by computation.
+`trip_count` finds how often a loop runs: it computes the few integers that the loop's condition
+reads. `dots` and `traffic` count the matmul FLOPs and the bytes of one instruction. `costs.py` adds
+up costs along the call graph.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ _FREE = frozenset(
     "partition-id replica-id opt-barrier".split()
 )
 _VIEWS = frozenset({"bitcast", "reshape", "convert", "transpose", "copy"})
-# Copies in two halves are counted at the second, whose shape is the copy.
+# An asynchronous copy has a start and a done. It is counted at the done, which has its shape.
 _COPIED = frozenset({"copy-done", "slice-done", "dynamic-slice-done"})
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 
-# A loop that has not ended by then is treated as one of unknown length.
+# A loop that has not ended after so many turns counts as one of unknown length.
 MAX_TRIPS = 1_000_000
 
 _PASS_THROUGH = frozenset({"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"})
@@ -60,7 +60,7 @@ _COMPARE: dict[str, Callable[[int, int], int]] = {
     "NE": operator.ne,
 }
 
-# What is known of a value: an integer, a tuple of such values, or nothing.
+# What is known of a value: an integer, a tuple of values, or None for nothing.
 Value = int | tuple | None
 
 
@@ -77,19 +77,17 @@ class Instruction:
 
     @functools.cached_property
     def cycles(self) -> int | None:
-        """XLA's estimate for one execution, where it made one (TPU only)."""
-        found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else None
+        """XLA's estimate for one execution; None if there is none, as on all GPUs."""
+        return int(found) if (found := self._find(_CYCLES)) else None
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The path of the jax operation this came from."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        """The path of the jax operation that this instruction comes from."""
+        return self._find(_OP_NAME)
 
     @functools.cached_property
     def called(self) -> dict[str, str]:
-        """Computations this calls, by role."""
+        """The computations that this instruction calls, by role."""
         roles = dict(_CALLED.findall(self.attributes))
         if found := _BRANCHES.search(self.attributes):
             names = _NAME.findall(found[1])
@@ -98,12 +96,15 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Size of the result, every element of a tuple included."""
+        """The size of the result; that of a tuple is the sum of its elements."""
         return sum(array.bytes for array in arrays(self.shape))
 
     def attribute(self, name: str) -> str:
         """The value of a plain attribute, such as `index` or `direction`; empty if absent."""
-        found = re.search(rf"\b{name}=([\w\-]+)", self.attributes)
+        return self._find(rf"\b{name}=([\w\-]+)")
+
+    def _find(self, pattern: str | re.Pattern) -> str:
+        found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
 
@@ -124,10 +125,14 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole module."""
+    """All computations of a program."""
 
     computations: dict[str, Computation]
     entry: Computation
+
+    def callee(self, i: Instruction) -> Computation:
+        """The computation that a fusion or a call runs."""
+        return self.computations[i.called.get("calls") or i.called["to_apply"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +154,7 @@ class Array:
 
 
 def _bits(dtype: str) -> int:
-    """Width of an element type; tokens and opaque values take no room."""
+    """The bits of an element type; tokens and opaque values have none."""
     if dtype == "pred":
         return 8
     found = re.match(r"[a-z]+(\d+)", dtype)
@@ -157,7 +162,7 @@ def _bits(dtype: str) -> int:
 
 
 def arrays(shape: str) -> list[Array]:
-    """All arrays in a shape, tuples flattened."""
+    """All arrays in a shape; those of nested tuples, too."""
     return [
         Array(dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _ARRAY.findall(_LAYOUT.sub("", shape))
@@ -199,7 +204,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket that opens `text` closes."""
+    """The place of the bracket that closes the first one of `text`."""
     depth = 0
     for found in re.finditer(r'[()]|"(?:[^"\\]|\\.)*"', text):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -209,7 +214,7 @@ def _closing(text: str) -> int:
 
 
 class Evaluator:
-    """Integer values in one computation, given what is known of its parameters."""
+    """Computes the integers of one computation from what is known of its parameters."""
 
     def __init__(self, program: Module, computation: Computation, arguments: Sequence[Value]):
         self.program = program
@@ -237,7 +242,7 @@ class Evaluator:
         if i.opcode in _PASS_THROUGH:
             return self(i.operands[0])
         if i.opcode in ("fusion", "call"):
-            inner = self.program.computations[i.called.get("calls") or i.called["to_apply"]]
+            inner = self.program.callee(i)
             values = [self(o) for o in i.operands]
             return Evaluator(self.program, inner, values)(inner.root.name)
         if i.opcode == "while":
@@ -265,7 +270,7 @@ def _literal(text: str) -> Value:
 
 
 def invariants(body: Computation, init: Value) -> Value:
-    """The initial tuple of a loop with everything its body may change forgotten."""
+    """The initial tuple of a loop, with None for each value that its body may change."""
     if not isinstance(init, tuple) or body.root.opcode != "tuple":
         return None
     kept = []
@@ -283,15 +288,15 @@ def invariants(body: Computation, init: Value) -> Value:
 
 
 def counted(loop: Instruction) -> bool:
-    """Whether the compiler has written down how often a loop turns.
+    """Whether the text of a loop has its number of turns.
 
-    Such a loop never computes its condition on a GPU: the host counts the turns.
+    On a GPU the host counts the turns of such a loop, and its condition never runs.
     """
     return _TRIPS.search(loop.attributes) is not None
 
 
 def trip_count(program: Module, loop: Instruction, init: Value) -> int | None:
-    """How often a `while` runs its body from the tuple `init`; None if that depends on data."""
+    """How often a `while` that starts with `init` runs its body; None if it depends on data."""
     if found := _TRIPS.search(loop.attributes):
         return int(found[1])
     condition = program.computations[loop.called["condition"]]
@@ -308,11 +313,11 @@ def trip_count(program: Module, loop: Instruction, init: Value) -> int | None:
 
 
 def _advance(program: Module, body: Computation, state: Value) -> Value:
-    """One turn of the loop, for the integers alone."""
+    """The integers of a loop after one more turn."""
     evaluate = Evaluator(program, body, [state])
     if body.root.opcode != "tuple" or not isinstance(state, tuple):
         return evaluate(body.root.name)
-    # What was unknown stays so, and costs no time.
+    # Unknown values stay unknown, so they are not computed.
     return tuple(
         None if old is None else evaluate(name)
         for old, name in zip(state, body.root.operands, strict=True)
@@ -320,30 +325,27 @@ def _advance(program: Module, body: Computation, state: Value) -> Value:
 
 
 class Dot(NamedTuple):
-    """A matmul in a compiled program; `single` if its operands are float32."""
+    """A matmul in a compiled program; `single` means float32 operands."""
 
     flops: int
     single: bool
 
 
 def dots(program: Module, computation: Computation, i: Instruction) -> list[Dot]:
-    """Matmuls of one instruction: itself, those it fuses, or a library call."""
+    """The matmuls of one instruction: a dot, a library call, or those of a fusion."""
     if i.opcode == "fusion":
-        inner = program.computations[i.called["calls"]]
+        inner = program.callee(i)
         return [dot for j in inner.instructions.values() for dot in dots(program, inner, j)]
     found = _CONTRACTED.search(i.attributes)
     if i.opcode not in ("dot", "custom-call") or not found:
         return []
-    (lhs, *_), (out, *_) = (
-        arrays(computation.instructions[i.operands[0]].shape),
-        arrays(i.shape),
-    )
+    lhs, out = arrays(computation.instructions[i.operands[0]].shape)[0], arrays(i.shape)[0]
     axes = [int(axis) for axis in found[1].replace('"', "").split(",") if axis]
     return [Dot(2 * out.size * math.prod(lhs.dims[a] for a in axes), lhs.dtype == "f32")]
 
 
 def traffic(program: Module, computation: Computation, i: Instruction) -> int:
-    """Bytes one instruction reads and writes, counting only the touched part of what it slices."""
+    """The bytes that one instruction reads and writes; of a sliced array only the slice counts."""
     if i.opcode in _COPIED:
         return 2 * i.bytes
     if i.opcode in _FREE or i.opcode.endswith(("-start", "-done", "-update")):
@@ -351,7 +353,7 @@ def traffic(program: Module, computation: Computation, i: Instruction) -> int:
     if "AllocateBuffer" in i.attributes:
         return 0
     if i.opcode == "fusion":
-        inner = program.computations[i.called["calls"]]
+        inner = program.callee(i)
         return _read(inner) + _written(inner)
     if i.opcode in _SLICES:
         return 2 * i.bytes
@@ -361,7 +363,7 @@ def traffic(program: Module, computation: Computation, i: Instruction) -> int:
 
 
 def _read(fused: Computation) -> int:
-    """Bytes a fusion reads: of a parameter that is only sliced, the slices."""
+    """The bytes that a fusion reads; of a parameter that is only sliced, the slices count."""
     users: dict[str, list[Instruction]] = {}
     for i in fused.instructions.values():
         for operand in i.operands:
@@ -384,7 +386,7 @@ def _read(fused: Computation) -> int:
 
 
 def _written(fused: Computation) -> int:
-    """Bytes a fusion writes: of an array updated in place, the update."""
+    """The bytes that a fusion writes; of an array updated in place, the update counts."""
     results = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)
     total = 0
     for name in results:

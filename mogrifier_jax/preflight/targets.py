@@ -40,58 +40,38 @@ class Chip:
     full_side: int = 0  # TPU: sides that are a multiple of this close into a ring.
 
 
-# Memory in GiB, TFLOP/s, operations a cycle, GB/s of memory and of one torus axis, axes, side of a
-# ring. The compiler's estimate of a large matmul reaches some number of operations a cycle. The
-# table has the power of two above it. The peak divided by this number gives the clock. v4 and v5p
-# have two cores that act as one.
-_TPUS = {
-    "v4": (30.75, 275, 2**18, 1200, 90, 3, 4),
-    "v5e": (15.75, 197, 2**17, 819, 90, 2, 16),
-    "v5p": (95.74, 459, 2**18, 2765, 180, 3, 4),
-    "v6e": (31.25, 918, 2**19, 1638, 180, 2, 16),
-}
-# Memory in bytes, TFLOP/s, GHz, GB/s of memory, of links within a host, and of the network.
-_GPUS = {
-    "a100": (42_331_013_120, 312, 1.41, 1555, 300, 25),
-    "a100-80g": (85_100_068_864, 312, 1.41, 2039, 300, 25),
-    "h100": (84_942_979_072, 989, 1.98, 3352, 450, 50),
-    "l4": (23_600_000_000, 121, 2.04, 300, 25, 12),
-}
+def _tpu(name, gib, tflops, flops_per_cycle, memory, link, torus, full_side) -> Chip:
+    peak = tflops * 1e12
+    rates = dict(peak_flops=peak, memory_bandwidth=memory * 1e9, link_bandwidth=link * 1e9)
+    sides = dict(torus=torus, full_side=full_side)
+    clock = peak / flops_per_cycle
+    return Chip(name, "tpu", int(gib * _GIB), **rates, link_latency=1e-6, clock=clock, **sides)
 
 
-def _tpu(name: str) -> Chip:
-    gib, tflops, flops_per_cycle, memory_bandwidth, link_bandwidth, torus, full_side = _TPUS[name]
-    return Chip(
-        generation=name,
-        kind="tpu",
-        memory=int(gib * _GIB),
-        peak_flops=tflops * 1e12,
-        memory_bandwidth=memory_bandwidth * 1e9,
-        link_bandwidth=link_bandwidth * 1e9,
-        link_latency=1e-6,
-        clock=tflops * 1e12 / flops_per_cycle,
-        torus=torus,
-        full_side=full_side,
+def _gpu(name, size, tflops, ghz, memory, link, network) -> Chip:
+    rates = dict(peak_flops=tflops * 1e12, memory_bandwidth=memory * 1e9, link_bandwidth=link * 1e9)
+    rates |= dict(network_bandwidth=network * 1e9, clock=ghz * 1e9)
+    return Chip(name, "gpu", size, **rates, link_latency=2e-6, launch=2e-6)
+
+
+CHIPS = {
+    chip.generation: chip
+    for chip in (
+        # Memory in GiB, TFLOP/s, operations a cycle, GB/s of memory and of one torus axis, axes,
+        # side of a ring. The compiler's estimate of a large matmul reaches some number of
+        # operations a cycle. The table has the power of two above it. The peak divided by this
+        # number gives the clock. v4 and v5p have two cores that act as one.
+        _tpu("v4", 30.75, 275, 2**18, 1200, 90, 3, 4),
+        _tpu("v5e", 15.75, 197, 2**17, 819, 90, 2, 16),
+        _tpu("v5p", 95.74, 459, 2**18, 2765, 180, 3, 4),
+        _tpu("v6e", 31.25, 918, 2**19, 1638, 180, 2, 16),
+        # Memory in bytes, TFLOP/s, GHz, GB/s of memory, of links within a host, and of the network.
+        _gpu("a100", 42_331_013_120, 312, 1.41, 1555, 300, 25),
+        _gpu("a100-80g", 85_100_068_864, 312, 1.41, 2039, 300, 25),
+        _gpu("h100", 84_942_979_072, 989, 1.98, 3352, 450, 50),
+        _gpu("l4", 23_600_000_000, 121, 2.04, 300, 25, 12),
     )
-
-
-def _gpu(name: str) -> Chip:
-    memory, tflops, clock, memory_bandwidth, link_bandwidth, network_bandwidth = _GPUS[name]
-    return Chip(
-        generation=name,
-        kind="gpu",
-        memory=memory,
-        peak_flops=tflops * 1e12,
-        memory_bandwidth=memory_bandwidth * 1e9,
-        link_bandwidth=link_bandwidth * 1e9,
-        link_latency=2e-6,
-        clock=clock * 1e9,
-        launch=2e-6,
-        network_bandwidth=network_bandwidth * 1e9,
-    )
-
-
-CHIPS = {name: _tpu(name) for name in _TPUS} | {name: _gpu(name) for name in _GPUS}
+}
 
 _PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))

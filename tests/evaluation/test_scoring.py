@@ -25,12 +25,12 @@ TEXT += "hhh y\n" * 40
 def small_corpus():
     """The corpus `pydoc` made small."""
 
-    def read(name, data_dir, source_dir):
+    def read():
         parts = local_text.cut(TEXT, (0.8, 0.1, 0.1), "here")
-        return corpora._encode(name, "character", "character", iter(parts))
+        return corpora._encode("pydoc", "character", "character", iter(parts))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(corpora._readers(), "pydoc", (read, ()))
+        patch.setattr(corpora, "_read_pydoc", read)
         # One device compiles sooner; the tests of the methods have meshes.
         make_mesh = partitioning.make_mesh
         patch.setattr(

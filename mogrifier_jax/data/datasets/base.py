@@ -1,13 +1,14 @@
-"""What the builders share: a split is its text as bytes, in a few large records.
+"""The base class of the builders, which store each split as bytes in a few large records.
 
-Prepared data appears under its final name only when it is whole, and carries the sha256 of
-each split, which `read` checks. `sources.py` finds the files; the corpora stand beside.
+Prepared data gets its final name only when it is whole. It has the sha256 of each split, which
+`read` checks. `sources.py` finds the files. The other files of this folder are the corpora.
 """
 
 import contextlib
 import hashlib
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -18,18 +19,19 @@ from mogrifier_jax.data.datasets import sources
 
 SPLITS = ("train", "valid", "test")
 _RECORD_BYTES = 1 << 20
-_LEFTOVER_SECONDS = 24 * 3600  # No preparation takes a day: what is older was killed.
+_LEFTOVER_SECONDS = 24 * 3600  # A preparation takes less than a day, so an older one was killed.
 
 
 class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """A corpus of three texts; a subclass gives the SOURCE and a text about it."""
+    """A corpus of three texts; a subclass names the SOURCE and describes it."""
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012 (the name and type are tfds's)
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Optional: the files as published, plain, packed or archived."
 
-    LEVEL = "word"  # What the text is cut into,
-    UNIT: str | None = None  # and what such a token is for people, if something else.
+    LEVEL = "word"  # What the text is cut into.
+    UNIT: str | None = None  # What people call such a token, if it is another word.
+    OPTIONS: tuple[str, ...] = ()  # The keywords of `configure`.
     SOURCE: sources.Source
     DESCRIPTION: str
     HOMEPAGE: str | None = None
@@ -38,6 +40,16 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     def __init__(self, *, file_format=None, **kwargs):
         # The default of tfds needs TensorFlow to write.
         super().__init__(file_format=file_format or "array_record", **kwargs)
+
+    @classmethod
+    def configure(cls) -> Any:
+        """The config of tfds for these options of a corpus; None if it has none."""
+        return None
+
+    @property
+    def level(self) -> str:
+        """What the text is cut into."""
+        return self.LEVEL
 
     def load_texts(self, source_dir) -> tuple[bytes | memoryview, ...]:
         """The bytes of train, valid and test, checked."""
@@ -58,7 +70,7 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     def _split_generators(self, dl_manager):
         try:
             source_dir = dl_manager.manual_dir
-        except AssertionError:  # There is none, or nothing is in it.
+        except AssertionError:  # The folder is missing or empty.
             source_dir = None
         texts = dict(zip(SPLITS, self.load_texts(source_dir), strict=True))
         self.info.metadata["sha256"] = {
@@ -93,7 +105,7 @@ def prepare(make_builder, source_dir=None) -> TextBuilder:
             with contextlib.redirect_stdout(sys.stderr):  # Standard output is for results.
                 builder.download_and_prepare(download_config=config)
         except OSError:
-            # Another process was faster, and its data is as good.
+            # If another process was faster, its data is used.
             if not builder.data_path.exists():
                 raise
             builder = make_builder()
@@ -117,7 +129,7 @@ def read(builder: TextBuilder, split: str) -> np.ndarray:
 
 
 def _remove_leftovers(folder: epath.Path) -> None:
-    """Deletes what preparations that were killed long ago have left behind."""
+    """Deletes the files of preparations that were killed long ago."""
     if folder.exists():
         for path in folder.glob("incomplete.*"):
             if time.time() - path.stat().mtime > _LEFTOVER_SECONDS:

@@ -2,6 +2,7 @@
 
 import tensorflow_datasets as tfds
 
+from mogrifier_jax import errors
 from mogrifier_jax.data.datasets import base, sources
 
 LANGUAGES = ("en", "fi")
@@ -30,6 +31,7 @@ class Mwc(base.TextBuilder):
         for language in LANGUAGES
     ]
     LEVEL = "character"
+    OPTIONS = ("language",)
     DESCRIPTION = "Wikipedia articles, 600 / 60 / 60 in each language. UTF-8, read as characters."
     HOMEPAGE = "http://k-kawakami.com/research/mwc"
     CITATION = """\
@@ -40,6 +42,15 @@ class Mwc(base.TextBuilder):
   year={2017}
 }
 """
+
+    @classmethod
+    def configure(cls, language: str = "en") -> str:
+        """The config of a language has its name."""
+        if language not in LANGUAGES:
+            raise errors.UsageError(
+                f"language {language!r} is unknown; use one of {', '.join(LANGUAGES)}"
+            )
+        return language
 
     def load_texts(self, source_dir) -> tuple[bytes, ...]:
         """Reads the files of the configured language."""

@@ -1,7 +1,7 @@
-"""Where the files of a corpus come from: a folder of the user's, or the network.
+"""Finds the files of a corpus in a folder of the user, or downloads them.
 
-A file is taken plain, as .gz or .xz, or out of the archive it was published in, and its
-content is checked before anybody uses it. `base.py` stores what is found here.
+A file may be plain, a .gz or .xz, or in the archive it was published in. Its content is checked
+before it is used. `base.py` stores what is found here.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Source:
 
 
 class _Unfit(Exception):
-    """Why bytes from one place cannot be used."""
+    """The reason why bytes from one place cannot be used."""
 
 
 def load(source: Source, source_dir=None) -> tuple[bytes, ...]:
@@ -63,7 +63,7 @@ def load(source: Source, source_dir=None) -> tuple[bytes, ...]:
 
 
 def _load_local(source: Source, source_dir) -> tuple[bytes, ...] | None:
-    """Reads a user's folder; None if nothing of the corpus is there, an error if it is unfit."""
+    """Reads a user's folder; returns None if it has no file of the corpus."""
     folders = [pathlib.Path(source_dir, name) for name in (*source.folders, "")]
     places = [_find(folders, (file.path, file.name)) for file in source.files]
     archive = _find(folders, source.archives)
@@ -113,7 +113,7 @@ def _load_remote(source: Source, source_dir) -> tuple[bytes, ...]:
 
 
 def _advise(source: Source) -> str:
-    """What to fetch, from where, and where to put it."""
+    """A sentence that says what to fetch, from where, and where to put it."""
     names = ", ".join(file.name for file in source.files)
     archives = f", or {' or '.join(source.archives)}," if source.archives else ""
     return (
@@ -149,7 +149,7 @@ def _unpack(name: str, content: bytes) -> bytes:
 
 
 def _extract(source: Source, name: str, content: bytes) -> tuple[bytes, ...]:
-    """Takes the source's files out of an archive; a .gz or .xz holds the only file itself."""
+    """Takes the source's files out of an archive; a .gz or .xz is the only file itself."""
     if name.endswith(".zip"):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = archive.namelist()

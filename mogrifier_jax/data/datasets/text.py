@@ -1,4 +1,4 @@
-"""Any text of the user's: three files, or one file cut by fractions at ends of lines."""
+"""Any text of the user: three files, or one file that is cut by fractions at ends of lines."""
 
 import dataclasses
 import errno
@@ -46,6 +46,19 @@ class Text(base.TextBuilder):
     """Local files; stored as UTF-8, or unchanged at level "byte"."""
 
     DESCRIPTION = "A text from local files."
+    OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
+
+    @classmethod
+    def configure(cls, **options) -> TextConfig:
+        """The config of the fields of `Options`."""
+        if "fractions" in options:
+            options["fractions"] = tuple(options["fractions"])
+        return make_config(Options(**options))
+
+    @property
+    def level(self) -> str:
+        """What the options say."""
+        return self.builder_config.options.level
 
     def load_texts(self, source_dir) -> tuple[bytes, ...]:
         """Reads the files that the options name."""
@@ -94,7 +107,9 @@ def _paths(options: Options) -> list[str]:
 def _read_bytes(path: str) -> bytes:
     try:
         if (place := pathlib.Path(path).expanduser()).exists() and not place.is_file():
-            raise IsADirectoryError(errno.EISDIR, "it is not a file")  # A device has no end.
+            raise IsADirectoryError(
+                errno.EISDIR, "it is not a file"
+            )  # Reading a device may never end.
         content = place.read_bytes()
     except OSError as error:
         raise errors.UsageError(
