@@ -1,7 +1,8 @@
 """Tables and figures of sweeps, beside the paper's numbers: mean and spread over seeds.
 
-For each set, a sweep writes `<set>.json` (the rows of `collect`), `<set>.md` and `<set>.png` into
-its workdir. A document such as RESULTS.md has tables between two comments,
+For each set, a sweep writes `<set>.json` (the rows of `collect`), `<set>.md`, `<set>.png` and
+`<set>_curves.png` (learning curves) into its workdir. A document such as RESULTS.md has tables
+between two comments,
 
     <!-- sweep ablation:small rounds -->
     <!-- end -->
@@ -10,6 +11,7 @@ and `--report` replaces them. Spread is the standard deviation of the sample. Fi
 made without pyplot, which may open windows.
 """
 
+import math
 import os
 import pathlib
 import re
@@ -42,7 +44,7 @@ def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) ->
 
     A row has the fields of `configs.Row` and those of `summarise`. Its `valid` and `test` have the
     `scores` of the seeds with their `mean` and `spread`, in `unit`. Their `nats` is the mean in
-    nats.
+    nats, and `nats_of_seeds` are the scores in nats.
     """
     rows = []
     for row in each.rows:
@@ -81,7 +83,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
         spread = statistics.stdev(scores) if len(scores) > 1 else None
         mean = statistics.fmean(scores)
         summary[split] = {"scores": scores, "mean": mean, "spread": spread}
-        summary[split]["nats"] = statistics.fmean(nats)
+        summary[split] |= {"nats": statistics.fmean(nats), "nats_of_seeds": nats}
     return summary
 
 
@@ -111,7 +113,21 @@ def to_markdown(title: str, rows: Rows, x_label: str | None = None) -> str:
             cells.append("" if paper is None else metrics.number(paper, unit))
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
         lines.append(cells)
-    return f"**{title}**, {metrics.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{describe(rows)}\n"
+    below = "\n\n".join(filter(None, [compare_two(rows), describe(rows)]))
+    return f"**{title}**, {metrics.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{below}\n"
+
+
+def compare_two(rows: Rows) -> str:
+    """A sentence with the difference of two rows and its standard error, if both have seeds."""
+    if len(rows) != 2 or any(len(row["runs"]) < 2 for row in rows):
+        return ""
+    parts = []
+    for split in SPLITS:
+        first, second = (row[split]["nats_of_seeds"] for row in rows)
+        difference = statistics.fmean(first) - statistics.fmean(second)
+        error = math.sqrt(sum(statistics.variance(nats) / len(nats) for nats in (first, second)))
+        parts.append(f"{difference:.4f} nats on {split} data (standard error {error:.4f})")
+    return f"{rows[0]['label']} − {rows[1]['label']}: {', '.join(parts)}."
 
 
 def is_best(row: Mapping[str, Any], rows: Rows) -> bool:
@@ -162,9 +178,10 @@ def write(
         workdirs.write_json(workdir, f"{name}.json", rows)
         workdirs.replace_text(path.with_suffix(".md"), table)
         try:
-            figure_of_set(each, rows).savefig(path.with_suffix(".png"), dpi=150)
+            figure_of_set(each, rows).savefig(f"{path}.png", dpi=150)
+            draw_curves(rows, each.title).savefig(f"{path}_curves.png", dpi=150)
         except ImportError:
-            logging.info("no %s.png: matplotlib is not installed", name)
+            logging.info("no pictures of %s: matplotlib is not installed", name)
         if report:
             insert(report, f"{sweep.name} {name}", path)
 
@@ -173,19 +190,18 @@ def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
     """Puts a table in its place in a document, or at the end of the document.
 
     Args:
-      made: path of the table without its ending. JSON and picture beside it are copied to
+      made: path of the table without its ending. JSON and pictures beside it are copied to
         docs/results.
     """
     report = pathlib.Path(report)
-    kept = report.parent / "docs" / "results" / re.sub(r"\W+", "_", name)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    for ending in (".json", ".png"):
-        if made.with_suffix(ending).exists():
-            shutil.copyfile(made.with_suffix(ending), kept.with_suffix(ending))
+    kept = report.parent / "docs" / "results"
+    kept.mkdir(parents=True, exist_ok=True)
     table = made.with_suffix(".md").read_text()
-    if kept.with_suffix(".png").exists():
-        picture = kept.with_suffix(".png").relative_to(report.parent).as_posix()
-        table += f"\n![{name}]({picture})\n"
+    for ending, what in ((".json", ""), (".png", name), ("_curves.png", f"{name}, curves")):
+        source, target = pathlib.Path(f"{made}{ending}"), re.sub(r"\W+", "_", name) + ending
+        if source.exists():
+            shutil.copyfile(source, kept / target)
+            table += f"\n![{what}](docs/results/{target})\n" if what else ""
     replace_section(report, f"sweep {name}", table)
 
 
@@ -266,7 +282,7 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
 
 
 def draw_curves(rows: Rows, title: str = "") -> Any:
-    """Draws validation loss at every evaluation; each seed has a line, dashed for the LSTM."""
+    """Draws validation loss over the tokens read; each seed has a line, dashed for the LSTM."""
     fig, ((axes,),) = panels(1, 1, width=7, height=3.8)
     places = list(dict.fromkeys(row["variant"] if row["x"] is None else row["x"] for row in rows))
     for row in rows:
@@ -274,10 +290,12 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
         name = row["label"] if row["x"] is None else f"{row['label']}, {row['x']}"
         style = ".--" if row["label"] == "LSTM" else ".-"
         for seed, curve in enumerate(row["curves"]):
-            steps, nats = zip(*curve[1:], strict=True)  # The first is from before training.
+            trained = curve[1:]  # The first is from before training.
+            read = [step * row["batch_size"] * row["window"] / 1e6 for step, _ in trained]
+            nats = [value for _, value in trained]
             colour, label = f"C{places.index(place)}", None if seed else name
-            axes.plot(steps, nats, style, color=colour, linewidth=1.2, label=label)
-    axes.set_xlabel("optimiser steps")
+            axes.plot(read, nats, style, color=colour, linewidth=1.2, label=label)
+    axes.set_xlabel("tokens read, millions")
     axes.set_ylabel("validation, nats per token")
     axes.set_title(title)
     axes.grid(alpha=0.25)

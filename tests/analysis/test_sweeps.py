@@ -347,6 +347,20 @@ def test_the_best_is_that_of_all_or_of_each_place():
     assert tables.describe(short + long).startswith("1,000 steps of 16 x 35, 70 tokens.")
 
 
+def test_two_models_with_seeds_are_told_apart_by_a_standard_error():
+    rows = make_rows({"LSTM": [5.0, 5.2], "Mogrifier": [4.9, 4.9, 4.9]})
+    for row, nats in zip(rows, ([5.0, 5.2], [4.9, 4.9, 4.9]), strict=True):
+        row["runs"] = nats
+        row["valid"] = row["test"] = {"nats_of_seeds": nats}
+    # The variance of the first is 0.02, so that of its mean is 0.01; the second has none.
+    assert tables.compare_two(rows) == (
+        "LSTM − Mogrifier: 0.2000 nats on valid data (standard error 0.1000), "
+        "0.2000 nats on test data (standard error 0.1000)."
+    )
+    rows[1]["runs"] = [4.9]
+    assert tables.compare_two(rows) == "" == tables.compare_two(rows[:1])
+
+
 def test_a_document_keeps_everything_but_the_table(tmp_path):
     report, made = tmp_path / "RESULTS.md", tmp_path / "work" / "both"
     made.parent.mkdir()
@@ -391,6 +405,8 @@ def test_learning_curves_leave_out_what_comes_before_training():
     rows = make_rows({"LSTM": [4.0, 4.0], "Mogrifier": [3.0]}, curves=curves)
     (axes,) = tables.draw_curves(rows, "Title").axes
     assert [line.get_ydata().tolist() for line in axes.lines] == [[5.0, 4.0], [5.0, 4.0], [3.0]]
+    millions = [n * 16 * 35 / 1e6 for n in (10, 20)]
+    assert axes.lines[0].get_xdata().tolist() == pytest.approx(millions)
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["LSTM", "Mogrifier"] and axes.get_title() == "Title"
 
