@@ -26,6 +26,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
+from tests import quick
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take long begin first, so that no core is idle at the end.
@@ -46,6 +48,26 @@ def pytest_collection_finish():
     # for garbage, again and again, would take a tenth of the time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+PLATFORM_DEPENDENT = jax.lax.platform_dependent
+# Files and rooms whose tests all need `every_platform`.
+EVERY_PLATFORM = ("preflight", "test_recurrence", "test_stacked")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trace_for_cpus(request):
+    """Of what depends on the platform, the CPU's way alone: the same program in half the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not {request.path.stem, request.path.parent.name} & set(EVERY_PLATFORM):
+            patch.setattr(jax.lax, "platform_dependent", quick.choose_for_cpus)
+        yield
+
+
+@pytest.fixture
+def every_platform(monkeypatch):
+    """The ways of all platforms are traced, as in a run."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", PLATFORM_DEPENDENT)
 
 
 @pytest.fixture

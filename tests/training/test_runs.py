@@ -144,7 +144,7 @@ progress.describe_run = describe if whole else describe_and_stop
 main.run()
 """
 FLAGS = (
-    "--config=experiments/pydoc.py:tiny",
+    "--config=experiments/pydoc.py:lstm,tiny",
     "--config.log_every=5",
     "--config.data.batch_size=8",
     "--config.data.window=4",
