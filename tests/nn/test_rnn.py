@@ -369,9 +369,9 @@ def test_a_shared_cell_and_another_way_to_merge():
 
 # Bad input.
 
-ZERO = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
-XS = jnp.zeros((T, B, D))
-MASK = jnp.ones((B, H), bool)
+ZERO = cells.LSTMCarry(np.zeros((B, H), np.float32), np.zeros((B, H), np.float32))
+XS = np.zeros((T, B, D), np.float32)
+MASK = np.ones((B, H), bool)
 
 
 def trace_window(carry, xs, **masks):
