@@ -32,9 +32,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take long begin first, so that no core is idle at the end.
 LONGEST = (
-    *("test_distributed", "test_golden_run", "test_worker", "test_train", "test_notebooks"),
-    *("test_runs", "test_stacked", "test_hostile", "test_sweeps", "test_packaging"),
-    *("test_examples", "test_explore", "test_rnn", "test_partitioning", "test_dyneval"),
+    *("test_distributed", "test_rnn", "test_train", "test_worker", "test_notebooks"),
+    *("test_recurrence", "test_golden_run", "test_hostile", "test_nnx", "test_runs"),
+    *("test_api", "test_estimates", "test_dyneval", "test_models", "test_stacked"),
+    *("test_steps", "test_examples", "test_sweeps", "test_scoring", "test_montecarlo"),
+    *("test_partitioning", "test_readme", "test_explore", "test_episodes", "test_checkpoints"),
 )
 
 
@@ -52,7 +54,7 @@ def pytest_collection_finish():
 
 PLATFORM_DEPENDENT = jax.lax.platform_dependent
 # Files and rooms whose tests all need `every_platform`.
-EVERY_PLATFORM = ("preflight", "test_recurrence", "test_stacked")
+EVERY_PLATFORM = ("preflight", "test_stacked")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -118,15 +118,10 @@ def train_on(mesh, num_steps=4):
     return losses(run.hyper), losses(other)
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-    return train_on(make_mesh(1))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
-def test_losses_with_dropout_do_not_depend_on_the_mesh(shape, on_one_device):
-    for here, there in zip(on_one_device, train_on(make_mesh(*shape)), strict=True):
+def test_losses_with_dropout_do_not_depend_on_the_mesh():
+    on_one_device = train_on(make_mesh(1))
+    for here, there in zip(on_one_device, train_on(make_mesh(4, 2)), strict=True):
         np.testing.assert_allclose(here, there, rtol=2e-6)
     # One dropout rate changed a little is seen at once: the masks are the same indeed.
     assert (abs(on_one_device[0] / on_one_device[1] - 1) > 1e-4).all()
