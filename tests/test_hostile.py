@@ -28,7 +28,8 @@ ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return written.write(tmp_path_factory.mktemp("made") / "run", "some text\nof letters\n")
+    folder = tmp_path_factory.mktemp("made") / "run"
+    return written.write(folder, "some text\nof letters\n", num_layers=1, rounds=1)
 
 
 @pytest.fixture
@@ -425,6 +426,9 @@ def test_no_password_is_shown(storage):
     assert "SECRET" not in storages.hide_password(storage)
     assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
     assert storages.hide_password("study.journal") == "study.journal"
+    assert storages.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
+    shown = storages.hide_password("postgresql+psycopg://me:SECRET@host:5432/db")
+    assert shown == "postgresql+psycopg://me:***@host:5432/db"
 
 
 def test_the_chaos_script_knows_where_work_begins():

@@ -81,12 +81,6 @@ def test_what_cannot_be_tuned_is_refused_before_any_compute(tmp_path, monkeypatc
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_passwords_are_not_shown():
-    shown = storages.hide_password("postgresql+psycopg://me:secret@host:5432/db")
-    assert shown == "postgresql+psycopg://me:***@host:5432/db"
-    assert storages.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
-
-
 def test_the_gaussian_process_needs_torch(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without("torch"))
     with pytest.raises(errors.UsageError, match=r"torch, which is not installed.*--sampler=tpe"):
