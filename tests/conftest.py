@@ -32,11 +32,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take long begin first, so that no core is idle at the end.
 LONGEST = (
-    *("test_distributed", "test_rnn", "test_train", "test_worker", "test_notebooks"),
-    *("test_recurrence", "test_golden_run", "test_hostile", "test_nnx", "test_runs"),
-    *("test_api", "test_estimates", "test_dyneval", "test_models", "test_stacked"),
+    *("test_distributed", "test_train", "test_rnn", "test_worker", "test_notebooks"),
+    *("test_recurrence", "test_golden_run", "test_nnx", "test_hostile", "test_api"),
+    *("test_estimates", "test_dyneval", "test_models", "test_stacked", "test_runs"),
     *("test_steps", "test_examples", "test_sweeps", "test_scoring", "test_montecarlo"),
-    *("test_partitioning", "test_readme", "test_explore", "test_episodes", "test_checkpoints"),
+    *("test_readme", "test_explore", "test_checkpoints", "test_datasets", "test_old_workdir"),
 )
 
 
