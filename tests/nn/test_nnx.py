@@ -229,6 +229,7 @@ def test_state_dropout_draws_from_its_stream():
         make()(XS)
 
 
+@pytest.mark.slow
 def test_metadata_goes_to_the_parameters():
     mesh = partitioning.make_mesh(data=4, model=2)
     sharding = {"out_sharding": (None, None, "model"), "mesh": mesh}
