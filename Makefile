@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Compiled modules are kept: the processes of the tests read them.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-fast lint format bench clean
 

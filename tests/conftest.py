@@ -26,13 +26,17 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
+from tests import quick
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take long begin first, so that no core is idle at the end.
 LONGEST = (
-    *("test_distributed", "test_golden_run", "test_worker", "test_train", "test_notebooks"),
-    *("test_runs", "test_stacked", "test_hostile", "test_sweeps", "test_packaging"),
-    *("test_examples", "test_explore", "test_rnn", "test_partitioning", "test_dyneval"),
+    *("test_distributed", "test_train", "test_rnn", "test_worker", "test_notebooks"),
+    *("test_recurrence", "test_golden_run", "test_nnx", "test_hostile", "test_api"),
+    *("test_estimates", "test_dyneval", "test_models", "test_stacked", "test_runs"),
+    *("test_steps", "test_examples", "test_sweeps", "test_scoring", "test_montecarlo"),
+    *("test_readme", "test_explore", "test_checkpoints", "test_datasets", "test_old_workdir"),
 )
 
 
@@ -46,6 +50,26 @@ def pytest_collection_finish():
     # for garbage, again and again, would take a tenth of the time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+PLATFORM_DEPENDENT = jax.lax.platform_dependent
+# Files and rooms whose tests all need `every_platform`.
+EVERY_PLATFORM = ("preflight", "test_stacked")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trace_for_cpus(request):
+    """Of what depends on the platform, the CPU's way alone: the same program in half the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not {request.path.stem, request.path.parent.name} & set(EVERY_PLATFORM):
+            patch.setattr(jax.lax, "platform_dependent", quick.choose_for_cpus)
+        yield
+
+
+@pytest.fixture
+def every_platform(monkeypatch):
+    """The ways of all platforms are traced, as in a run."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", PLATFORM_DEPENDENT)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""For quick tests: `jit` that compiles eight times faster, a count, parameters marked slow."""
+"""For quick tests: `jit` that compiles or computes faster, a count, parameters marked slow."""
 
 import contextlib
 import functools
@@ -15,6 +15,14 @@ jit = functools.partial(
         "xla_llvm_disable_expensive_passes": True,
     },
 )
+
+# For the few tests that compute more than they compile; conftest.py sets the level to 0.
+jit_optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+
+
+def choose_for_cpus(*args, default=None, **ways):
+    """In the place of `jax.lax.platform_dependent`: the other platforms' ways are not traced."""
+    return ways.get("cpu", default)(*args)
 
 
 @contextlib.contextmanager

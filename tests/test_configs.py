@@ -45,8 +45,9 @@ def test_values_beyond_a_declaration_are_refused_by_name(declared):
 
 @pytest.mark.parametrize("name", RESOLVED)
 def test_experiments_are_complete_and_within_the_declarations(name):
+    module = configs.load_file(str(ROOT / "experiments" / name))
     for variant in RESOLVED[name]["changes"]:
-        config = configs.load_config(f"{ROOT / 'experiments' / name}:{variant}")
+        config = module.get_config(variant)
         assert config.is_locked and configs.flatten(config).keys() == configs.keys().keys()
         configs.check(config)
 
@@ -99,6 +100,8 @@ def test_every_switch_of_a_cell_is_a_key():
         ("x = 1\n", "has no function get_config"),
         ("\n\ndef get_config(:\n", "line 3: SyntaxError"),
         ("open('/no/such/file')\n", "line 1: FileNotFoundError"),
+        ("get_config = 5\n", "has no function get_config"),
+        ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
     ],
 )
 def test_a_broken_experiment_is_blamed_with_its_line(tmp_path, source, words):
@@ -107,3 +110,4 @@ def test_a_broken_experiment_is_blamed_with_its_line(tmp_path, source, words):
     with pytest.raises(errors.UsageError) as refused:
         configs.load_config(str(path))
     assert words in str(refused.value) and str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)

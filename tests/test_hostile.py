@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import pretrained, scoring
 from mogrifier_jax.training import checkpoints, metrics, runs, train, workdirs
@@ -28,7 +28,8 @@ ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return written.write(tmp_path_factory.mktemp("made") / "run", "some text\nof letters\n")
+    folder = tmp_path_factory.mktemp("made") / "run"
+    return written.write(folder, "some text\nof letters\n", num_layers=1, rounds=1)
 
 
 @pytest.fixture
@@ -425,6 +426,9 @@ def test_no_password_is_shown(storage):
     assert "SECRET" not in storages.hide_password(storage)
     assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
     assert storages.hide_password("study.journal") == "study.journal"
+    assert storages.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
+    shown = storages.hide_password("postgresql+psycopg://me:SECRET@host:5432/db")
+    assert shown == "postgresql+psycopg://me:***@host:5432/db"
 
 
 def test_the_chaos_script_knows_where_work_begins():
@@ -436,25 +440,34 @@ def test_the_chaos_script_knows_where_work_begins():
 
 
 @pytest.mark.slow
-def test_two_evaluations_and_a_training_at_once_leave_all_results(tmp_path):
+def test_two_evaluations_and_a_training_at_once_leave_all_results(tmp_path, monkeypatch):
     root = pathlib.Path(__file__).parents[1]
     (tmp_path / "corpus.txt").write_text("the gates of x\nand those of h\n" * 60)
-    here = {"MOGRIFIER_CACHE_DIR": str(tmp_path / "cache"), "JAX_NUM_CPU_DEVICES": "1"}
-    environment = os.environ | here
+    monkeypatch.setenv("MOGRIFIER_CACHE_DIR", str(tmp_path / "cache"))
+    place = f"--workdir={tmp_path / 'run'}"
+    changes = {
+        "data.path": str(tmp_path / "corpus.txt"),
+        "data.batch_size": 2,
+        "data.window": 8,
+        "evaluation.softmax_temperature": 1.0,
+    }
+    config = written.experiment.get_config("tiny")
+    config.update_from_flattened_dict(changes)
+    mesh = partitioning.make_mesh(devices=jax.devices()[:1])
+    monkeypatch.setattr(partitioning, "make_mesh", lambda data, model: mesh)
+    train.train_and_evaluate(config, str(tmp_path / "run"))
+    (tmp_path / "run" / "results.json").rename(tmp_path / "results.json")
 
     def start(*flags):
-        command = [sys.executable, "-m", "mogrifier_jax.main", f"--workdir={tmp_path / 'run'}"]
-        return subprocess.Popen([*command, *flags], cwd=root, env=environment)
+        command = [sys.executable, "-m", "mogrifier_jax.main", place, *flags]
+        return subprocess.Popen(command, cwd=root, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"})
 
-    train = (
-        *("--config=experiments/text.py:tiny", f"--config.data.path={tmp_path / 'corpus.txt'}"),
-        *("--config.data.batch_size=2", "--config.data.window=8"),
-        "--config.evaluation.softmax_temperature=1.0",
-    )
+    overrides = [f"--config.{name}={value}" for name, value in changes.items()]
     evaluate = ("--mode=evaluate", "--eval.temperature=1", "--eval.stripes=0")
-    assert start(*train).wait() == 0
-    (tmp_path / "run" / "results.json").rename(tmp_path / "results.json")
-    together = [start(*train), *(start(*evaluate, f"--eval.splits={s}") for s in ("valid", "test"))]
+    together = [
+        start("--config=experiments/text.py:tiny", *overrides),
+        *(start(*evaluate, f"--eval.splits={split}") for split in ("valid", "test")),
+    ]
     assert [process.wait() for process in together] == [0, 0, 0]
     rows = scoring.read_evaluation(str(tmp_path / "run"))["results"]
     assert sorted(row["text"] for row in rows) == ["test", "valid"]

@@ -24,6 +24,7 @@ def command(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(progress, "setup_logging", lambda: None)
     monkeypatch.setattr(runs, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(runs, "check_flags", lambda: None)  # It starts a process.
     monkeypatch.setattr(distributed, "find_place", lambda *numbers: None)
 
     def run(*arguments):

@@ -57,11 +57,26 @@ def environment(tmp_path_factory):
         yield runs
 
 
+# Between notebooks: names are forgotten, imports are not.
+FORGET = """
+%reset -f
+import jax
+jax.lax.platform_dependent = lambda *args, default=None, **ways: ways.get("cpu", default)(*args)
+del jax
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("name", make.NAMES)
-def test_notebooks_run(name):
-    notebook = make.make_notebook(name)
+def test_notebooks_run():
+    """One after the other in one process."""
+    cells = []
+    for name in make.NAMES:
+        forget = nbformat.v4.new_code_cell(FORGET.strip())
+        cells += [forget, *make.make_notebook(name).cells]
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell{number}"
+    notebook = nbformat.v4.new_notebook(cells=cells)
     make.execute(notebook)
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 

@@ -1,4 +1,7 @@
-"""The mesh: what fits it, what lies where, and the same losses on each."""
+"""The mesh: what fits it, what lies where, and the same scores on each.
+
+That losses with dropout do not depend on the mesh is in the recorded numbers of `golden_run.py`.
+"""
 
 import jax
 import numpy as np
@@ -102,34 +105,6 @@ def test_wide_dimensions_are_split_over_model_and_stripes_over_data(monkeypatch)
     monkeypatch.setattr(corpora, "load_corpus", read_odd_text)
     state = runs.make_run(make_config(), make_mesh(4, 2)).abstract_state()
     assert state.params["embedding"].sharding.spec == PartitionSpec(None, None)
-
-
-def train_on(mesh, num_steps=4):
-    """Losses of the first steps, and again with one more rate, from the same program."""
-    run = runs.make_run(make_config(), mesh)
-    shardings = runs.shardings_of(run.abstract_state())
-    init, jitted = jax.jit(run.init_state, out_shardings=shardings), run.jit_steps()
-
-    def losses(hyper):
-        found = jitted(init(), run.task.stream, hyper, num_steps=num_steps)[1]
-        return np.asarray(found["loss_nats"])
-
-    other = run.hyper._replace(dropout=run.hyper.dropout._replace(output=0.5))
-    return losses(run.hyper), losses(other)
-
-
-@pytest.fixture(scope="module")
-def on_one_device():
-    return train_on(make_mesh(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2)])
-def test_losses_with_dropout_do_not_depend_on_the_mesh(shape, on_one_device):
-    for here, there in zip(on_one_device, train_on(make_mesh(*shape)), strict=True):
-        np.testing.assert_allclose(here, there, rtol=2e-6)
-    # One dropout rate changed a little is seen at once: the masks are the same indeed.
-    assert (abs(on_one_device[0] / on_one_device[1] - 1) > 1e-4).all()
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ MODULES = sorted(
     path.relative_to(ROOT)
     for pattern in ("experiments/*.py", "examples/*.py", "benchmarks/*.py", "mogrifier_jax/*.py")
     for path in ROOT.glob(pattern)
+    if "\n    python " in path.read_text()
 )
 ROOMS = ("nn", "data", "training", "evaluation", "tuning", "preflight", "analysis")
 FOLDERS = ("", "docs", "experiments", "launch", "benchmarks", "notebooks")

@@ -13,7 +13,7 @@ from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.analysis import sweeps, tables
 from mogrifier_jax.configs import Row, Set
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import runs, train
+from mogrifier_jax.training import metrics, runs, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 ABLATION = str(ROOT / "experiments" / "ablation.py")
@@ -413,10 +413,14 @@ def test_learning_curves_leave_out_what_comes_before_training():
 
 @pytest.mark.slow
 def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
-    """Two runs, of which the second is made later; the first is not made again."""
+    """Two runs, of which the second is made later; the first is not made again.
+
+    They learn from the reverse copy task.
+    """
     mesh = partitioning.make_mesh(1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(partitioning, "make_mesh", lambda data, model: mesh)
-    options = dict(overrides={"data.length": 3, "data.window": 4})
+    rates = {"optimizer.learning_rate": 0.03, "evaluation.softmax_temperature": 1.0}
+    options = dict(overrides={"data.length": 3, "data.window": 4} | rates)
     sweep = sweeps.Sweep(f"{COPY}:tiny", **options)
     pair = [Row("lstm", "LSTM", 3), Row("mogrifier", "Mogrifier", 3)]
     sets = {"pair": Set("Pair", pair, unit="nats")}
@@ -434,6 +438,10 @@ def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
         assert row["valid"]["mean"] == row["valid"]["nats"] == result["valid_nats"]
         assert row["num_params"] == sum(models.count_parameters(make_model(job.config)).values())
         assert 1.5 < row["valid"]["mean"] < 3.0 and row["seconds"] > 0
+        words = job.config.data.vocab_size + 3
+        valid = [r["valid_nats"] for r in metrics.read_metrics(job.folder) if r["kind"] == "eval"]
+        assert valid[0] == pytest.approx(math.log(words), rel=0.01) and valid[-1] < valid[0]
+        assert result["test_ppl"] < words
     assert rows[0]["valid"]["mean"] != rows[1]["valid"]["mean"]
     assert "| LSTM | 3 |" in (tmp_path / "pair.md").read_text()
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import pytest
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, streams
+from tests import quick
 
 LINES = ["a b c", "", "d", "e f g h i j", "a a"]
 
@@ -22,7 +23,7 @@ def corpus():
 
 
 def read_order(seed, num_examples, batch_size, num_batches):
-    read = jax.jit(streams.shuffled, static_argnums=(2, 3))
+    read = quick.jit_optimised(streams.shuffled, static_argnums=(2, 3))
     key = jax.random.key(seed)
     return np.concatenate([read(key, i, batch_size, num_examples) for i in range(num_batches)])
 
@@ -58,7 +59,7 @@ def test_the_order_looks_random():
 @pytest.mark.slow
 def test_half_a_million_examples_are_a_permutation():
     keys = jax.random.key(0)[None]
-    permute = jax.jit(streams._permute, static_argnums=3)
+    permute = quick.jit_optimised(streams._permute, static_argnums=3)
     size = 500_000
     order = permute(keys, jnp.zeros(size, jnp.int32), jnp.arange(size), size)
     assert np.bincount(order, minlength=size).tolist() == [1] * size

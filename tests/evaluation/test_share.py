@@ -18,7 +18,7 @@ TEXT = "the cat sat\non the mat\n" * 5
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    return workdirs.write(tmp_path_factory.mktemp("run"), TEXT)
+    return workdirs.write(tmp_path_factory.mktemp("run"), TEXT, num_layers=1, rounds=1)
 
 
 @pytest.fixture(scope="module")

@@ -141,8 +141,8 @@ def test_rank_above_both_sizes_is_refused(rank):
     jax.eval_shape(lambda key: between.init(key, D, method="weights"), jax.random.key(0))
 
 
-ZERO = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
-XS = jnp.zeros((T, B, D))
+ZERO = cells.LSTMCarry(np.zeros((B, H), np.float32), np.zeros((B, H), np.float32))
+XS = np.zeros((T, B, D), np.float32)
 
 
 def test_misfitting_input_of_a_step_is_explained(case):

@@ -3,7 +3,7 @@
 import functools
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mogrifier_jax import errors
@@ -44,15 +44,16 @@ def test_unknown_cell_is_refused_before_anything_is_built():
         models.count_parameters(model)
 
 
-TOKENS = jnp.zeros((B, T), jnp.int32)
-LAYER = cells.LSTMCarry(jnp.zeros((B, H)), jnp.zeros((B, H)))
+TOKENS = np.zeros((B, T), np.int32)
+HALVES = np.full((B, T), 0.5, np.float32)
+LAYER = cells.LSTMCarry(np.zeros((B, H), np.float32), np.zeros((B, H), np.float32))
 
 
 def score(**changes):
     """The shapes of nats and carry, of input that fits but for some changes."""
     model = models.LanguageModel(V, H, E, cell="lstm")
     shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
-    given = dict(inputs=TOKENS, targets=TOKENS, carry=(LAYER, LAYER), lengths=jnp.array([6, 2]))
+    given = dict(inputs=TOKENS, targets=TOKENS, carry=(LAYER, LAYER), lengths=np.array([6, 2]))
     given |= dict(rates=models.Dropout(input=0.5)) | changes
     run = functools.partial(model.apply, method="nats", rngs={"dropout": jax.random.key(0)})
     return jax.eval_shape(lambda params: run({"params": params}, **given), shapes)
@@ -65,13 +66,16 @@ def score(**changes):
         (dict(inputs=TOKENS[0]), r"inputs of shape \(6,\) must be \[batch, time\]"),
         (dict(inputs=TOKENS[:, :0], targets=TOKENS[:, :0]), r"\(2, 0\) must be .* none .* empty"),
         (dict(targets=TOKENS[:, :5]), r"targets \(2, 5\) must have the shape of inputs.*\(2, 6\)"),
-        (dict(inputs=TOKENS + 0.5), r"inputs of dtype float32 must be token ids; cast .* int32"),
-        (dict(targets=TOKENS + 0.5), r"targets of dtype float32 must be token ids"),
+        (dict(inputs=HALVES), r"inputs of dtype float32 must be token ids; cast .* int32"),
+        (dict(targets=HALVES), r"targets of dtype float32 must be token ids"),
         (
-            dict(lengths=jnp.array([1, 2, 3])),
+            dict(lengths=np.array([1, 2, 3])),
             r"lengths of shape \(3,\).* one integer for each .* 2",
         ),
-        (dict(lengths=jnp.array([1.0, 2.0])), r"lengths .*float32 must be one integer for each"),
+        (
+            dict(lengths=np.array([1.0, 2.0], np.float32)),
+            r"lengths .*float32 must be one integer for each",
+        ),
         (dict(carry=(LAYER,)), r"must be a tuple of 2, one for each layer; make .* zero_carry"),
         (dict(carry=LAYER), r"carry float32\[2, 5\] does not fit .*LSTMCarry"),
         (dict(carry=(LAYER, cells.Carry(LAYER.h))), r"carry Carry.*does not fit .*LSTMCarry"),
@@ -108,6 +112,6 @@ def test_other_methods_look_at_their_input_too(method):
 def test_misfitting_source_is_explained():
     model = models.EncoderDecoder(V, H, E, cell="lstm")
     with pytest.raises(errors.UsageError, match=r"source of dtype float32 must be token ids"):
-        jax.eval_shape(model.init, jax.random.key(0), TOKENS + 0.5, TOKENS, TOKENS)
+        jax.eval_shape(model.init, jax.random.key(0), HALVES, TOKENS, TOKENS)
     with pytest.raises(errors.UsageError, match=r"carry .* does not fit .*\(2, 3\)"):
         jax.eval_shape(model.init, jax.random.key(0), TOKENS[:1], TOKENS, TOKENS)

@@ -311,7 +311,9 @@ def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
     assert chunked == 5 * logits_of_a_step < steps * logits_of_a_step == whole
 
 
-def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(monkeypatch):
+def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(
+    monkeypatch, every_platform
+):
     vocab_size, steps = 101, 13
     monkeypatch.setattr(softmax, "CPU_LOGITS", 5 * B * vocab_size)
     model = models.LanguageModel(vocab_size, H, H, 1, "lstm")

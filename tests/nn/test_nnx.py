@@ -89,17 +89,24 @@ def flax_or_ours(name):
 ALL = [*CELLS, *(f"nnx.{name}" for name in FLAXS)]
 
 
+GIVEN = {
+    "lengths": dict(seq_lengths=LENGTHS, reverse=True, keep_order=True),
+    "nothing": dict(),
+    "time_major": dict(time_major=True, reverse=True),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
-    "given",
+    ("name", "given"),
     [
-        dict(),
-        dict(seq_lengths=LENGTHS, reverse=True, keep_order=True),
-        dict(time_major=True, reverse=True),
+        *((name, "lengths") for name in ALL),
+        *(("MogrifierLSTMCell", given) for given in ("nothing", "time_major")),
+        *(("nnx.OptimizedLSTMCell", given) for given in ("nothing", "time_major")),
     ],
 )
 def test_it_is_the_rnn_of_nnx_of_the_same_cell(name, given):
+    given = GIVEN[given]
     expected = solve(nnx.RNN(flax_or_ours(name)), **given)
     assert_equal(solve(mogrifier_jax.nnx.RNN(flax_or_ours(name)), **given), expected)
     other = solve(mogrifier_jax.nnx.RNN(flax_or_ours(name)), XS**2, **given)
@@ -222,6 +229,7 @@ def test_state_dropout_draws_from_its_stream():
         make()(XS)
 
 
+@pytest.mark.slow
 def test_metadata_goes_to_the_parameters():
     mesh = partitioning.make_mesh(data=4, model=2)
     sharding = {"out_sharding": (None, None, "model"), "mesh": mesh}

@@ -189,7 +189,7 @@ def carried_sizes(jaxpr):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "normed" not in name])
-def test_backward_scan_accumulates_no_weight_gradients(variant):
+def test_backward_scan_accumulates_no_weight_gradients(variant, every_platform):
     # Primes, so that a size tells what an array is.
     cell = make_cell(variant, hidden_size=13)
     tree, _, _ = problem(cell, input_size=11)
@@ -206,7 +206,7 @@ def test_backward_scan_accumulates_no_weight_gradients(variant):
     assert matrices <= plain
 
 
-def test_remat_keeps_less():
+def test_remat_keeps_less(every_platform):
     cell = make_cell("mogrifier low rank", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11, steps=64, batch=2)
     program = functools.partial(gradient_program, cell, tree)
@@ -325,7 +325,9 @@ def rows(program):
 @pytest.mark.parametrize(
     "batch, shards, expected", [(1, 1, {8}), (2, 2, {16}), (3, 1, {3}), (2, 1, {2})]
 )
-def test_single_rows_of_a_device_are_padded_on_tpus(batch, shards, expected, monkeypatch):
+def test_single_rows_of_a_device_are_padded_on_tpus(
+    batch, shards, expected, monkeypatch, every_platform
+):
     cell = make_cell("lstm", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11, batch=batch)
     mesh = jax.sharding.AbstractMesh((shards, 1), ("data", "model"))

@@ -367,16 +367,39 @@ def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
     assert records(tmp_path, "train", "step") == list(range(1, 9))
 
 
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """The workdir of a run on lines that stand alone, with two-tailed averaging."""
+    workdir = tmp_path_factory.mktemp("lines")
+    config = make_config(
+        {
+            "averaging.kind": "two_tailed",
+            "data.episodic": True,
+            "data.window": 10,
+            "model.trainable_initial_state": True,
+        }
+    )
+    return config, workdir, train.train_and_evaluate(config, str(workdir))
+
+
 @pytest.mark.slow
-def test_two_tailed_averaging_runs_to_the_end(tmp_path):
-    config = make_config({"averaging.kind": "two_tailed"})
-    results = train.train_and_evaluate(config, str(tmp_path))
-    assert records(tmp_path, "eval", "averaged") == [False, True, True]
-    assert {path.name for path in tmp_path.iterdir()} == FILES - {"profile"}
-    assert results["valid_nats"] == pytest.approx(min(records(tmp_path, "eval", "valid_nats")))
-    average = restore(config, tmp_path).state.average
+def test_two_tailed_averaging_runs_to_the_end(lines):
+    config, workdir, results = lines
+    assert records(workdir, "eval", "averaged") == [False, True, True]
+    assert {path.name for path in workdir.iterdir()} == FILES - {"profile"}
+    assert results["valid_nats"] == pytest.approx(min(records(workdir, "eval", "valid_nats")))
+    average = restore(config, workdir).state.average
     # Each evaluation was won by the short tail, which went on from there as the long one.
     assert (int(average.short.n), int(average.long.n)) in {(0, 4), (0, 8), (4, 8), (8, 8)}
+
+
+@pytest.mark.slow
+def test_lines_that_stand_alone_train_their_initial_state(lines):
+    config, workdir, _ = lines
+    state = restore(config, workdir).state
+    assert state.carry == ()
+    for leaf in jax.tree.leaves(state.params["stack"]["initial_state"]):
+        assert abs(leaf).min() > 1e-3  # They began as zeros.
 
 
 @pytest.mark.slow
@@ -403,39 +426,3 @@ def test_the_learning_rate_drops_and_the_run_stops_when_nothing_improves(
     before = (tmp_path / "metrics.jsonl").read_bytes()
     train.train_and_evaluate(config, str(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_lines_that_stand_alone_train_their_initial_state(tmp_path):
-    config = make_config({"data.window": 10, "log_every": 4})
-    with config.unlocked():
-        config.data.episodic = True
-        config.model.trainable_initial_state = True
-    train.train_and_evaluate(config, str(tmp_path))
-    state = restore(config, tmp_path).state
-    assert state.carry == ()
-    for leaf in jax.tree.leaves(state.params["stack"]["initial_state"]):
-        assert abs(leaf).min() > 1e-3  # They began as zeros.
-
-
-@pytest.mark.slow
-def test_the_reverse_copy_task_is_learnt_from(tmp_path):
-    config = make_config({"log_every": 4, "optimizer.learning_rate": 0.03})
-    with config.unlocked():
-        config.data = dict(
-            name="reverse_copy",
-            batch_size=8,
-            window=6,
-            length=5,
-            vocab_size=20,
-            num_train=64,
-            num_valid=16,
-            num_test=16,
-        )
-        for key in ("tied_embeddings", "mixture_components"):
-            del config.model[key]
-        config.evaluation.softmax_temperature = 1.0
-    results = train.train_and_evaluate(config, str(tmp_path))
-    valid = records(tmp_path, "eval", "valid_nats")
-    assert valid[0] == pytest.approx(math.log(23), rel=0.01) and valid[-1] < valid[0]
-    assert results["test_ppl"] < 23
