@@ -29,6 +29,7 @@ PATH = pathlib.Path(__file__).parent / "data" / "golden_run.json"
 CASES = {
     "float32": ("float32", (1, 1)),
     "float32 2x2": ("float32", (2, 2)),
+    "bfloat16": ("bfloat16", (1, 1)),
     "bfloat16 2x2": ("bfloat16", (2, 2)),
 }
 # Everything random is on, and averaging starts after the first of two turns of two dispatches.
