@@ -50,7 +50,7 @@ class Stack(nn.Module):
         """(carry, xs [T, B, H]) to (carry, outputs [T, B, H])."""
         del valid, rates
         ends = []
-        for index, start in enumerate(carry):
+        for index, start in enumerate(carry or self.initial_carry(xs.shape[1])):
             if self.api == "linen":
                 layer = self.layers[index]
             else:
