@@ -29,10 +29,11 @@ TPU_OPERAND = jnp.dtype("bfloat16")
 # How the way back of float32 is worked off there depends on the bytes of outputs that a device
 # stores. Between these two numbers it goes in chunks of at most so many time steps, each of which
 # fits into the chip's fast memory. Of a whole window XLA would keep some arrays there, and then
-# there is no room for what a single step computes. Larger windows it leaves where they are.
+# there is no room for what a single step computes. Larger windows it leaves where they are, except
+# for those of a carry's parts. So these are stored as one array, which is too large for it.
 TPU_CHUNKED = (2**26, 2**27)
 TPU_CHUNK = 16
-# A loop that writes more bytes fills its memory with zeros first: see `_scan_into_empty`.
+# A loop that writes more bytes is given filled memory: see `_scan_into_empty`.
 TPU_EMPTY = 2**27
 # A single row would not be given to a TPU's matrix units, which take eight in the same time.
 TPU_ROWS = 8
@@ -155,9 +156,13 @@ def _projections(inputs, dtype, stepwise):
 def _forward(step, dtype, unroll, params, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
     ways = {} if params[1] is None else {"cpu": functools.partial(push, stepwise=True)}
+    reads_inputs = taps.Taps(params[0], dtype).read_inputs
     if rounded_on_tpus(dtype):
-        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=_scan_into_empty)
-    if taps.Taps(params[0], dtype).read_inputs:
+        _, like = jax.eval_shape(push, params, *arguments)
+        stacked = reads_inputs and _stacked_on_tpus(like)
+        loop = functools.partial(_scan_into_empty, fill=stacked)
+        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=loop, stacked=stacked)
+    if reads_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)
     return found, (params[1], arguments[1], saved)
@@ -175,6 +180,7 @@ def _push(
     operand=None,
     loop=jax.lax.scan,
     joined=False,
+    stacked=False,
     stepwise=False,
 ):
     """The way forth, with what the way back needs; options are those of `_pull`."""
@@ -196,7 +202,8 @@ def _push(
             return total
 
         after = step(made.replace(compute), carry, x, **extras, **constant)
-        return after, (carry, outputs, x if stepwise else None)
+        kept = jnp.stack(carry) if stacked else carry
+        return after, (kept, outputs, x if stepwise else None)
 
     def body_with_one_write(carry, inputs):
         after, kept = body(carry, inputs)
@@ -210,6 +217,8 @@ def _push(
     else:
         last, (carries, outputs, zs) = loop(body)
     xs = zs if stepwise else xs
+    if stacked:
+        carries = type(last)(*(carries[:, i] for i in range(len(last))))
     hs = jnp.concatenate([carries.h[1:], last.h[None]])
     return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
@@ -235,17 +244,36 @@ def _backward(step, dtype, unroll, saved, cotangents):
 def _pulls_of_chips(pull, dtype, saved):
     """The ways back of accelerators that differ from the usual one."""
     ways = {}
-    # Where `cells.hoist` has left only maps of h in a step, none of these pays.
-    if taps.Taps(saved[0], dtype).read_inputs:
+    # Where `cells.hoist` has left a single map of h in a step, none of these pays.
+    made = taps.Taps(saved[0], dtype)
+    if made.read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
-        if rounded_on_tpus(dtype):
-            outputs = jax.tree.leaves(saved[-1])
-            stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
-            least, most = TPU_CHUNKED
-            chunk = TPU_CHUNK if least < stored <= most else None
-            loop = _scan_into_empty if stored <= least else jax.lax.scan
-            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=loop, chunk=chunk)
+    if rounded_on_tpus(dtype) and made.read_inputs:
+        stored = _stored(saved)
+        least, most = TPU_CHUNKED
+        ways["tpu"] = functools.partial(
+            pull,
+            operand=TPU_OPERAND,
+            loop=_scan_into_empty if stored <= least else jax.lax.scan,
+            chunk=TPU_CHUNK if least < stored <= most else None,
+            again=stored > least,
+            stacked=_stacked_on_tpus(saved),
+        )
+    elif rounded_on_tpus(dtype) and len(made.maps) > 1:
+        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=_scan_into_empty)
     return ways
+
+
+def _stored(saved):
+    """Bytes of maps' outputs that a device stores."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[-1])) // _shards()
+
+
+def _stacked_on_tpus(saved):
+    """Whether the parts of a carry are stored as one array there."""
+    carries = saved[-2]
+    alike = len({(leaf.shape, leaf.dtype) for leaf in carries}) == 1
+    return alike and len(carries) > 1 and _stored(saved) > TPU_CHUNKED[1]
 
 
 def rounded_on_tpus(dtype):
@@ -263,7 +291,9 @@ def _pull(
     operand=None,
     loop=jax.lax.scan,
     chunk=None,
+    again=False,
     joined=False,
+    stacked=False,
     summed=False,
 ):
     """The way back.
@@ -271,11 +301,13 @@ def _pull(
     Args:
       operand: dtype of what goes into matmuls, if it is held in another one than `dtype`.
       loop: `lax.scan` or one like it.
-      chunk: time steps that a loop of its own works off, at most. Outputs of thin maps are
-        then computed again in that loop, and not for all time steps before it.
+      chunk: time steps that a loop of its own works off, at most.
+      again: whether outputs of thin maps are computed again in the loop, and not for all time
+        steps before it.
       joined: whether a step writes its gradients as one array, and multiplies by the product of
         thin factors. On GPUs each write and each matmul is a kernel of its own, or several, and
         takes longer to start than to run.
+      stacked: whether the parts of the carry are one array, as `TPU_CHUNKED` says.
       summed: whether x is in the stored outputs that it is added to, as where it is projected
         step by step. In float32 on a TPU that would cost.
     """
@@ -299,7 +331,7 @@ def _pull(
         return inputs, outputs
 
     inputs, all_outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
-    if chunk is None:
+    if not again:
         outputs = all_outputs
     # Materialised once, so that the matmuls of the loop read their matrix as it lies.
     transposed = jax.lax.optimization_barrier(jax.tree.map(taps.transpose, made.maps))
@@ -310,7 +342,8 @@ def _pull(
     def body(state, inputs):
         d_carry, d_vectors = state
         d_h, carry, x, extras, outputs = inputs
-        if chunk is not None:
+        carry = type(d_carry)(*carry) if stacked else carry
+        if again:
             _, outputs = ends_of_maps(carry, x, extras, outputs)
 
         def replay(carry, x, outputs, vectors):
@@ -333,6 +366,7 @@ def _pull(
         return (d_carry, d_vectors), _join(written) if joined else written
 
     same: list[str] = []
+    carries = jnp.stack(carries, 1) if stacked else carries
     state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
     loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
@@ -346,14 +380,17 @@ def _pull(
 _scan.defvjp(_forward, _backward)
 
 
-def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
+def _scan_into_empty(body, init, xs, reverse=False, unroll=1, fill=False):
     """`lax.scan`, whose results go into memory that is not filled with zeros first.
 
-    Not if they are large: XLA allocates them long before the loop, perhaps in the fast memory.
+    XLA allocates empty arrays long before the loop, perhaps in the fast memory. So large ones are
+    filled after all; with `fill` each has another number, and not zeros that all loops share. XLA
+    then sees that a forward loop writes over all of an array, and leaves the filling out.
     """
     _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    if size // _shards() > TPU_EMPTY:
+    large = size // _shards() > TPU_EMPTY
+    if large and not fill:
         return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
 
     def turn(carried, x):
@@ -365,7 +402,14 @@ def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
 
     steps = jax.tree.leaves(xs)[0].shape[0]
     start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
+    if large:
+        leaves, treedef = jax.tree.flatten(like)
+        numbers = jnp.resize(jax.tree.leaves(xs)[0][0, 0], len(leaves))
+        results = treedef.unflatten(
+            jnp.full(leaf.shape, numbers[i].astype(leaf.dtype)) for i, leaf in enumerate(leaves)
+        )
+    else:
+        results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
     carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
     return carried[0], carried[2]
 

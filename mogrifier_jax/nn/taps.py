@@ -79,6 +79,11 @@ class Taps:
 
     def apply(self, name, x, maps):
         """The output of a map; `maps` are these, or their products."""
+        if self._dtype != self._output_dtype and self.read_inputs and not self.is_thin(name):
+            # Rounded before it is cast, so that XLA casts within the matmul. If it could, it would
+            # move the cast to where x is made, and for a TPU it takes longer to write bfloat16.
+            to = jnp.finfo(self._dtype)
+            x = jax.lax.reduce_precision(x, to.nexp, to.nmant)
         for matrix in maps[name]:
             x = jnp.tensordot(
                 pad_last(x.astype(self._dtype), matrix.shape[0]),
