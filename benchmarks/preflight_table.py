@@ -162,7 +162,7 @@ def scaling_table(folder: pathlib.Path, growing: bool) -> list[str]:
             best = best or each
             efficiency = f"{each / best:.0%}"
         lines.append(f"| {report['chips']} | {job.batch_size} | {_costs(report)} | {efficiency} |")
-    return [*lines, ""]
+    return [*lines, ""] if len(lines) > 3 else []  # One row alone shows no scaling.
 
 
 def versions(folder: pathlib.Path) -> str:

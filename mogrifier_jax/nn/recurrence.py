@@ -33,7 +33,7 @@ TPU_OPERAND = jnp.dtype("bfloat16")
 # for those of a carry's parts. So these are stored as one array, which is too large for it.
 TPU_CHUNKED = (2**26, 2**27)
 TPU_CHUNK = 16
-# A loop that writes more bytes is given filled memory: see `_scan_into_empty`.
+# A loop that writes more bytes fills its memory with zeros first: see `_scan_into_empty`.
 TPU_EMPTY = 2**27
 # A single row would not be given to a TPU's matrix units, which take eight in the same time.
 TPU_ROWS = 8
@@ -160,8 +160,9 @@ def _forward(step, dtype, unroll, params, *arguments):
     if rounded_on_tpus(dtype):
         _, like = jax.eval_shape(push, params, *arguments)
         stacked = reads_inputs and _stacked_on_tpus(like)
-        loop = functools.partial(_scan_into_empty, fill=stacked)
-        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=loop, stacked=stacked)
+        ways["tpu"] = functools.partial(
+            push, operand=TPU_OPERAND, loop=_scan_into_empty, stacked=stacked
+        )
     if reads_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)
@@ -380,17 +381,14 @@ def _pull(
 _scan.defvjp(_forward, _backward)
 
 
-def _scan_into_empty(body, init, xs, reverse=False, unroll=1, fill=False):
+def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
     """`lax.scan`, whose results go into memory that is not filled with zeros first.
 
-    XLA allocates empty arrays long before the loop, perhaps in the fast memory. So large ones are
-    filled after all; with `fill` each has another number, and not zeros that all loops share. XLA
-    then sees that a forward loop writes over all of an array, and leaves the filling out.
+    Not if they are large: XLA allocates them long before the loop, perhaps in the fast memory.
     """
     _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    large = size // _shards() > TPU_EMPTY
-    if large and not fill:
+    if size // _shards() > TPU_EMPTY:
         return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
 
     def turn(carried, x):
@@ -402,14 +400,7 @@ def _scan_into_empty(body, init, xs, reverse=False, unroll=1, fill=False):
 
     steps = jax.tree.leaves(xs)[0].shape[0]
     start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    if large:
-        leaves, treedef = jax.tree.flatten(like)
-        numbers = jnp.resize(jax.tree.leaves(xs)[0][0, 0], len(leaves))
-        results = treedef.unflatten(
-            jnp.full(leaf.shape, numbers[i].astype(leaf.dtype)) for i, leaf in enumerate(leaves)
-        )
-    else:
-        results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
+    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
     carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
     return carried[0], carried[2]
 

@@ -295,7 +295,6 @@ def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid, chunked=(
         pretend(patch, platform)
         patch.setattr(recurrence, "TPU_CHUNK", 4)
         patch.setattr(recurrence, "TPU_CHUNKED", chunked)
-        patch.setattr(recurrence, "TPU_EMPTY", chunked[1])
         if dtype == jnp.float64:
             patch.setattr(recurrence, "TPU_OPERAND", dtype)
             patch.setattr(recurrence, "rounded_on_tpus", lambda dtype: True)
