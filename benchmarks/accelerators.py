@@ -9,6 +9,7 @@ A size that the compiler refuses for its memory has no time.
 """
 
 import argparse
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,11 +48,17 @@ TOPOLOGIES = {
 }
 
 
-def ours(size: Size, rounds: int, dtype: Any, fast: bool) -> tuple[Callable, Any]:
+def our_cells(size: Size, dtype: Any) -> dict[str, layers.Cell]:
+    """The LSTM, the Mogrifier LSTM with all rounds and with one, the mLSTM."""
+    make = functools.partial(layers.MogrifierLSTMCell, size.hidden, dtype=dtype)
+    found: dict[str, layers.Cell] = {
+        f"r = {rounds}": make(rounds=rounds, rank=size.rank) for rounds in (size.rounds, 1)
+    }
+    return found | {"mLSTM": layers.MLSTMCell(size.hidden, dtype=dtype), "r = 0": make(rounds=0)}
+
+
+def ours(cell: layers.Cell, fast: bool) -> tuple[Callable, Any]:
     """(params, xs) -> ys of our layer, and its parameters."""
-    cell = layers.MogrifierLSTMCell(
-        size.hidden, rounds=rounds, rank=size.rank if rounds else 0, dtype=dtype
-    )
     layer = rnn.RNN(cell, time_major=True, fast=fast)
     return layer.apply, lambda xs: layer.init(jax.random.key(0), xs)
 
@@ -77,9 +84,9 @@ def nnx_lstm(size: Size, dtype: Any) -> tuple[Callable, Any]:
 def contenders(size: Size, dtype: Any) -> dict[str, tuple[Callable, Any]]:
     """All that a layer is compared with."""
     found = {}
-    for rounds in (size.rounds, 0):
-        found[f"r = {rounds}, plain"] = ours(size, rounds, dtype, fast=False)
-        found[f"r = {rounds}, fast"] = ours(size, rounds, dtype, fast=True)
+    for name, cell in our_cells(size, dtype).items():
+        found[f"{name}, plain"] = ours(cell, fast=False)
+        found[f"{name}, fast"] = ours(cell, fast=True)
     found["r = 0, Flax nn.RNN"] = linen_lstm(size, dtype)
     found["r = 0, Flax nnx.RNN"] = nnx_lstm(size, dtype)
     return found

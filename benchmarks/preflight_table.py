@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from mogrifier_jax.preflight import targets
 
 ROOT = pathlib.Path(__file__).parents[1]
-TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "h100:8", "v5e:16x16")
+TOPOLOGIES = ("v5e:2x2", "h100:8", "v6e:2x2", "v5p:2x2x1", "v5e:16x16")
 # The batch and the groups of each, smallest program first.
 EXPERIMENTS = {
     "pydoc": (32, 1),
@@ -37,6 +37,9 @@ LSTMS = {
     name.replace(":", ":lstm,") if ":" in name else f"{name}:lstm": sizes
     for name, sizes in EXPERIMENTS.items()
 }
+# The groups of a batch side by side, not one after the other: `optimizer.accumulate_at_once`.
+AT_ONCE = {"enwik8, groups at once": EXPERIMENTS["enwik8"]}
+ALL = EXPERIMENTS | AT_ONCE | LSTMS
 # enwik8 with 96M parameters: a fixed batch of 128, and 32 stripes for each chip.
 SCALING = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 COLUMNS = "GiB a chip | ms a step | in collectives | tokens/s | of peak"
@@ -52,12 +55,12 @@ class Job(NamedTuple):
     @property
     def name(self) -> str:
         """Of its JSON file."""
-        return re.sub(r"[:,]", "_", f"{self.experiment}@{self.topology}@{self.batch_size}")
+        return re.sub(r"[:, ]+", "_", f"{self.experiment}@{self.topology}@{self.batch_size}")
 
 
 def table_job(experiment: str, topology: str) -> Job:
     """With the published batch, or the next larger one that the chips can split."""
-    batch, groups = (EXPERIMENTS | LSTMS)[experiment]
+    batch, groups = ALL[experiment]
     unit = targets.parse(topology).num_chips * groups
     return Job(experiment, topology, -(-batch // unit) * unit)
 
@@ -73,9 +76,9 @@ def scaling_jobs(growing: bool) -> list[Job]:
 
 def all_jobs() -> list[Job]:
     """Every job once, the most telling first."""
-    table = [table_job(e, t) for e, t in itertools.product(EXPERIMENTS, TOPOLOGIES)]
-    lstms = [table_job(e, t) for e, t in itertools.product(LSTMS, TOPOLOGIES)]
-    return list(dict.fromkeys([*table, *scaling_jobs(True), *scaling_jobs(False), *lstms]))
+    *slices, pod = ([table_job(e, t) for e in ALL] for t in TOPOLOGIES)
+    scaling = [*scaling_jobs(True), *scaling_jobs(False)]
+    return list(dict.fromkeys([*itertools.chain(*slices), *scaling, *pod]))
 
 
 def compile_all(folder: pathlib.Path, only: str) -> None:
@@ -89,11 +92,13 @@ def compile_all(folder: pathlib.Path, only: str) -> None:
         kind = targets.parse(job.topology).chip.kind
         if path.exists() or not installed[kind] or not re.search(only, job.name):
             continue
-        file, _, variant = job.experiment.partition(":")
+        name = job.experiment.removesuffix(", groups at once")
+        file, _, variant = name.partition(":")
         command = [
             *(sys.executable, "-m", "mogrifier_jax.main", "--mode=preflight"),
             f"--config={ROOT}/experiments/{file}.py:{variant}",
             f"--config.data.batch_size={job.batch_size}",
+            f"--config.optimizer.accumulate_at_once={job.experiment in AT_ONCE}",
             f"--topology={job.topology}",
             f"--json={path}",
         ]
@@ -117,10 +122,10 @@ def topology_table(folder: pathlib.Path, topology: str) -> list[str]:
         f"| experiment | batch | {COLUMNS} | hours |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name in [*EXPERIMENTS, *LSTMS]:
+    for name, (published, _) in ALL.items():
         job = table_job(name, topology)
         if report := read(folder, job):
-            batch = f"{job.batch_size}{'*' * (job.batch_size != (EXPERIMENTS | LSTMS)[name][0])}"
+            batch = f"{job.batch_size}{'*' * (job.batch_size != published)}"
             lines.append(f"| `{name}` | {batch} | {_costs(report)} | {_hours(report)} |")
     return [*lines, ""] if len(lines) > 4 else []
 
@@ -157,7 +162,7 @@ def scaling_table(folder: pathlib.Path, growing: bool) -> list[str]:
             best = best or each
             efficiency = f"{each / best:.0%}"
         lines.append(f"| {report['chips']} | {job.batch_size} | {_costs(report)} | {efficiency} |")
-    return [*lines, ""]
+    return [*lines, ""] if len(lines) > 3 else []  # One row alone shows no scaling.
 
 
 def versions(folder: pathlib.Path) -> str:

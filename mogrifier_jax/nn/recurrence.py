@@ -14,8 +14,6 @@ at once. That is cheap, and to store them at every step is not.
 """
 
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,11 +27,10 @@ TPU_OPERAND = jnp.dtype("bfloat16")
 # The backward pass of float32 on TPUs depends on how many bytes of outputs a device stores. Between
 # these two numbers it runs in chunks of at most TPU_CHUNK time steps. A chunk fits into the fast
 # memory of the chip. Without chunks XLA keeps some arrays of the whole window there, and leaves no
-# room for the arrays of a single step. It does not do so with the arrays of larger windows.
+# room for the arrays of a single step. Of larger windows it keeps only the parts of the carry
+# there. So these are stored as one array, which is too large for that memory.
 TPU_CHUNKED = (2**26, 2**27)
 TPU_CHUNK = 16
-# The most bytes that `_scan_into_empty` writes into memory that is not filled with zeros.
-TPU_EMPTY = 2**27
 # TPUs do not use their matrix units for a single row. These take as long for eight rows as for one.
 TPU_ROWS = 8
 
@@ -87,12 +84,7 @@ def scan(
 
 def _padding(batch):
     """How many rows to make of one: more than one if each device of the mesh has a single row."""
-    return TPU_ROWS if batch == _shards() else 1
-
-
-def _shards():
-    """How many devices share the batch; 1 if the mesh is not known while this is traced."""
-    return jax.sharding.get_abstract_mesh().shape.get("data", 1)
+    return TPU_ROWS if batch == taps.shards() else 1
 
 
 def _pad_on_tpus(run, factor, params, *arguments):
@@ -155,9 +147,17 @@ def _projections(inputs, dtype, stepwise):
 def _forward(step, dtype, unroll, params, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
     ways = {} if params[1] is None else {"cpu": functools.partial(push, stepwise=True)}
+    reads_inputs = taps.Taps(params[0], dtype).read_inputs
     if rounded_on_tpus(dtype):
-        ways["tpu"] = functools.partial(push, operand=TPU_OPERAND, loop=_scan_into_empty)
-    if taps.Taps(params[0], dtype).read_inputs:
+        _, like = jax.eval_shape(push, params, *arguments)
+        ways["tpu"] = functools.partial(
+            push,
+            operand=TPU_OPERAND,
+            loop=taps.scan_into_empty,
+            again=reads_inputs and _stored(like) > TPU_CHUNKED[0],
+            stacked=reads_inputs and _stacked_on_tpus(like),
+        )
+    if reads_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)
     return found, (params[1], arguments[1], saved)
@@ -174,12 +174,14 @@ def _push(
     constant,
     operand=None,
     loop=jax.lax.scan,
+    again=False,
     joined=False,
+    stacked=False,
     stepwise=False,
 ):
     """The forward pass, with what the backward pass needs. `_pull` explains the options."""
     params, inputs = params
-    made = taps.Taps(params, operand or dtype, dtype)
+    made = taps.Taps(params, operand or dtype, dtype, cast_late=again)
     before, within = _projections(inputs, dtype, stepwise)
     xs = before(xs)
     maps = jax.lax.optimization_barrier(made.products()) if joined else made.maps
@@ -196,20 +198,23 @@ def _push(
             return total
 
         after = step(made.replace(compute), carry, x, **extras, **constant)
-        return after, (carry, outputs, x if stepwise else None)
+        kept = jnp.stack(carry) if stacked else carry
+        return after, (kept, outputs, x if stepwise else None)
 
     def body_with_one_write(carry, inputs):
         after, kept = body(carry, inputs)
-        return after, _join(kept)
+        return after, taps.join(kept)
 
     loop = functools.partial(loop, init=carry, xs=(xs, scanned), unroll=unroll)
     _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
         last, kept = loop(body_with_one_write)
-        carries, outputs, zs = _part(kept, like)
+        carries, outputs, zs = taps.part(kept, like)
     else:
         last, (carries, outputs, zs) = loop(body)
     xs = zs if stepwise else xs
+    if stacked:
+        carries = type(last)(*(carries[:, i] for i in range(len(last))))
     hs = jnp.concatenate([carries.h[1:], last.h[None]])
     return (last, hs), (params, xs, scanned, constant, carries, outputs)
 
@@ -235,17 +240,38 @@ def _backward(step, dtype, unroll, saved, cotangents):
 def _pulls_of_chips(pull, dtype, saved):
     """The backward passes of the accelerators that need another one than the default."""
     ways = {}
-    # They are not faster if `cells.hoist` has left only maps of h in the step.
-    if taps.Taps(saved[0], dtype).read_inputs:
+    # They are not faster if `cells.hoist` has left a single map of h in the step.
+    made = taps.Taps(saved[0], dtype)
+    if made.read_inputs:
         ways["cuda"] = functools.partial(pull, joined=True)
-        if rounded_on_tpus(dtype):
-            outputs = jax.tree.leaves(saved[-1])
-            stored = sum(leaf.size * leaf.dtype.itemsize for leaf in outputs) // _shards()
-            least, most = TPU_CHUNKED
-            chunk = TPU_CHUNK if least < stored <= most else None
-            loop = _scan_into_empty if stored <= least else jax.lax.scan
-            ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=loop, chunk=chunk)
+    if rounded_on_tpus(dtype) and made.read_inputs:
+        stored = _stored(saved)
+        least, most = TPU_CHUNKED
+        ways["tpu"] = functools.partial(
+            pull,
+            operand=TPU_OPERAND,
+            loop=taps.scan_into_empty if stored <= least else jax.lax.scan,
+            chunk=TPU_CHUNK if least < stored <= most else None,
+            again=stored > least,
+            stacked=_stacked_on_tpus(saved),
+        )
+    elif rounded_on_tpus(dtype) and len(made.maps) > 1:
+        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=taps.scan_into_empty)
     return ways
+
+
+def _stored(saved):
+    """Bytes of maps' outputs that a device stores."""
+    return (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[-1])) // taps.shards()
+    )
+
+
+def _stacked_on_tpus(saved):
+    """Whether the parts of a carry are stored as one array there."""
+    carries = saved[-2]
+    alike = len({(leaf.shape, leaf.dtype) for leaf in carries}) == 1
+    return alike and len(carries) > 1 and _stored(saved) > TPU_CHUNKED[1]
 
 
 def rounded_on_tpus(dtype):
@@ -263,7 +289,9 @@ def _pull(
     operand=None,
     loop=jax.lax.scan,
     chunk=None,
+    again=False,
     joined=False,
+    stacked=False,
     summed=False,
 ):
     """The backward pass.
@@ -271,18 +299,20 @@ def _pull(
     Args:
       operand: the dtype in which operands of matmuls are stored; `dtype` if None.
       loop: `lax.scan`, or a function with the same arguments and results.
-      chunk: run the loop in chunks of at most this many time steps. Each step then computes its
-        outputs of thin maps again. Otherwise they are computed for all steps before the loop.
+      chunk: run the loop in chunks of at most this many time steps.
+      again: the window is large. Each step computes its outputs of thin maps again, which are
+        otherwise computed for all steps before the loop, and operands are cast late.
       joined: a step writes its gradients as one array, and multiplies by the product of thin
         factors. On GPUs each write and each matmul is at least one kernel, which takes longer to
         start than to run.
+      stacked: the parts of the carry are stored as one array. TPU_CHUNKED says why.
       summed: the stored outputs include the addend, which is x. It is set where each step
         projects x. For float32 on TPUs it would be slower.
     """
     params, xs, scanned, constant, carries, outputs = saved
     d_last, d_hs = cotangents
     operand = operand or dtype
-    made = taps.Taps(params, operand, dtype)
+    made = taps.Taps(params, operand, dtype, cast_late=again)
 
     def ends_of_maps(carry, x, extras, outputs):
         """The inputs and the outputs of all linear maps of a step."""
@@ -299,7 +329,7 @@ def _pull(
         return inputs, outputs
 
     inputs, all_outputs = jax.vmap(ends_of_maps)(carries, xs, scanned, outputs)
-    if chunk is None:
+    if not again:
         outputs = all_outputs
     # The barrier makes XLA transpose the matrices once, before the loop.
     transposed = jax.lax.optimization_barrier(jax.tree.map(taps.transpose, made.maps))
@@ -310,7 +340,8 @@ def _pull(
     def body(state, inputs):
         d_carry, d_vectors = state
         d_h, carry, x, extras, outputs = inputs
-        if chunk is not None:
+        carry = type(d_carry)(*carry) if stacked else carry
+        if again:
             _, outputs = ends_of_maps(carry, x, extras, outputs)
 
         def replay(carry, x, outputs, vectors):
@@ -330,66 +361,18 @@ def _pull(
         # If x is the addend of an output, both have the same gradient. It is written once.
         same[:] = [name for name, d_output in d_outputs.items() if summed and d_output is d_x]
         written = (None if same else d_x, d_outputs)
-        return (d_carry, d_vectors), _join(written) if joined else written
+        return (d_carry, d_vectors), taps.join(written) if joined else written
 
     same: list[str] = []
+    carries = jnp.stack(carries, 1) if stacked else carries
     state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
     loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
-        loop = functools.partial(_scan_in_chunks, loop, chunk)
+        loop = functools.partial(taps.scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
-    d_xs, d_outputs = _part(written, (xs, all_outputs)) if joined else written
+    d_xs, d_outputs = taps.part(written, (xs, all_outputs)) if joined else written
     d_xs = d_outputs[same[0]] if same else d_xs
     return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
 
 
 _scan.defvjp(_forward, _backward)
-
-
-def _scan_into_empty(body, init, xs, reverse=False, unroll=1):
-    """`lax.scan` that writes its results into memory without filling it with zeros first.
-
-    For large results it is `lax.scan` itself. XLA allocates the empty memory long before the loop,
-    and may take the fast memory for it.
-    """
-    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    if size // _shards() > TPU_EMPTY:
-        return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
-
-    def turn(carried, x):
-        state, index, results = carried
-        state, result = body(state, x)
-        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        results = jax.tree.map(write, results, result)
-        return (state, index + (-1 if reverse else 1), results), None
-
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
-    carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
-    return carried[0], carried[2]
-
-
-def _scan_in_chunks(loop, most, state, xs):
-    """Runs a backward loop in chunks; their length divides T and is at most `most`."""
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    length = max(n for n in range(1, most + 1) if steps % n == 0)
-    chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
-    state, ys = jax.lax.scan(loop, state, chunks, reverse=True)
-    return state, jax.tree.map(lambda a: a.reshape(steps, *a.shape[2:]), ys)
-
-
-def _join(tree):
-    """Makes one array [B, N] of arrays [B, ...]."""
-    return jnp.concatenate([a.reshape(len(a), -1) for a in jax.tree.leaves(tree)], 1)
-
-
-def _part(joined, like):
-    """Undoes `_join`: makes a tree like `like` of the [T, B, N] from all time steps."""
-    leaves, treedef = jax.tree.flatten(like)
-    ends = list(itertools.accumulate(math.prod(leaf.shape[2:]) for leaf in leaves))
-    parts = jnp.split(joined, ends[:-1], 2)
-    return treedef.unflatten(
-        part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
-    )

@@ -376,12 +376,10 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
     [("lstm", False), ("mlstm", False), ("mogrifier", True), ("mogrifier low rank", True)],
 )
 def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
-    lengths, run = [], recurrence._scan_in_chunks
+    lengths, run = [], taps.scan_in_chunks
     pretend(monkeypatch, "tpu")
     monkeypatch.setattr(recurrence, "TPU_CHUNKED", (0, 2**30))
-    monkeypatch.setattr(
-        recurrence, "_scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
-    )
+    monkeypatch.setattr(taps, "scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args))
     cell = make_cell(variant)
     tree, keep, valid = problem(cell)
     gradient = jax.grad(objective(rnn.RNN(cell)), has_aux=True)
