@@ -1,5 +1,6 @@
 """Every experiment and variant: builds, is locked, and holds the published numbers."""
 
+import csv
 import importlib.util
 import itertools
 import json
@@ -147,22 +148,27 @@ def test_all_published_files_are_covered():
     assert len(without_tiny) == 13 + 1 + 2  # PTB characters' LSTM, and pydoc.
 
 
-@pytest.mark.parametrize("name, expected", [("ptb_char.py:lstm", 1221), ("ptb.py:small", 157)])
+@pytest.mark.parametrize("name, expected", [("ptb_char.py:lstm", 1221), ("ptb.py:small", 84)])
 def test_sizes_without_a_published_file(name, expected):
     assert hidden_size(get_config(name), {"ptb_char.py:lstm": 51}.get(name, 10_001)) == expected
 
 
-def test_ptb_small_is_the_recipe():
-    config = get_config("ptb.py:small")
-    assert (config.model.num_params, config.model.num_layers) == (2_000_000, 2)
-    assert (config.model.rounds, config.model.rank) == (5, 4)
-    assert (config.data.batch_size, config.data.window) == (64, 35)
-    assert (config.optimizer.learning_rate, config.optimizer.l2_penalty) == (0.008, 1e-5)
-    rates = [config.dropout[name] for name in ("input", "inter_layer", "state", "output")]
-    assert rates == [0.2, 0.1, 0.1, 0.2]
-    assert (config.schedule.turns, config.schedule.steps_per_turn) == (10, 100)
-    assert (config.averaging.trigger_turns, config.averaging.trigger_at_the_latest) == (3, 8)
-    assert config.model.state_mask == "window" and config.model.tied_embeddings
+def test_ptb_small_has_the_best_trial_of_both_studies():
+    """The same setting was best for both models, whose trials had the same rates and dropouts."""
+    mogrifier, lstm = get_config("ptb.py:small"), get_config("ptb.py:lstm,small")
+    for config, study in ((mogrifier, "tune_ptb_small"), (lstm, "tune_ptb_small_lstm")):
+        with open(ROOT / "docs" / "results" / f"{study}.csv", newline="") as file:
+            best = min(csv.DictReader(file), key=lambda trial: float(trial["valid_nats"]))
+        values = configs.flatten(config)
+        settings = {name: best[name] for name in best if name in values}
+        assert len(settings) == (7 if config is mogrifier else 5)
+        assert {name: float(text) for name, text in settings.items()} == {
+            name: values[name] for name in settings
+        }
+    assert not configs.differences(mogrifier, lstm, ignore=("model.rounds", "model.rank"))
+    assert (lstm.model.rounds, lstm.model.rank) == (0, 0)
+    tokens = mogrifier.data.batch_size * mogrifier.data.window * mogrifier.schedule.steps_per_turn
+    assert tokens == pytest.approx(929_589, rel=0.001)  # A turn is one pass.
 
 
 def test_configs_do_not_share_placeholders():
