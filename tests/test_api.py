@@ -59,7 +59,7 @@ def test_modules_can_be_imported_from_the_package():
 
     assert from_flax.convert and from_pytorch.convert
     names = {*CELLS, "Mogrifier", "RNN"}
-    assert names == {name for name in vars(nnx) if not name.startswith("_")}
+    assert names == set(nnx.__all__) and all(getattr(nnx, name) for name in names)
     assert not issubclass(nnx.LSTMCell, mogrifier_jax.LSTMCell)
 
 

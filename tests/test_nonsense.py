@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, main
+from mogrifier_jax import errors, main, nnx
 from mogrifier_jax.evaluation import methods, scoring, trained
-from mogrifier_jax.nn import from_flax, layers, nnx, rnn
+from mogrifier_jax.nn import from_flax, layers, rnn
 from mogrifier_jax.training import runs
 from tests import workdir as written
 

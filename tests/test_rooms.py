@@ -21,8 +21,9 @@ COMMON = {room: {"errors", "configs", "partitioning", "distributed"} for room in
 COMMON |= {"nn": {"errors"}, "data": {"errors"}}
 
 
-# A method of the public model opens the page; it imports it when it is called.
-EXCEPTIONS = {("trained.py", "analysis.explore")}
+# Both are imported when they are called: a method of the public model opens the page, and what
+# converts a cell of NNX returns ours.
+EXCEPTIONS = {("trained.py", "analysis.explore"), ("from_flax.py", "nnx")}
 
 
 def imported(source):

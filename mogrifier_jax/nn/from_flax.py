@@ -66,7 +66,7 @@ def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     if isinstance(cell, nn.Module):
         kind = find(cell)
         return Pair(counterpart(cell, kind), {"gates": read_gates(kind, cell, params or {})})
-    from mogrifier_jax.nn import nnx  # Slow to import, and users of linen do not need it.
+    from mogrifier_jax import nnx  # Slow to import, and users of linen do not need it.
 
     found = as_linen(cell)
     ours = convert(found.cell, found.params)
