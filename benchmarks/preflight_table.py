@@ -37,9 +37,7 @@ LSTMS = {
     name.replace(":", ":lstm,") if ":" in name else f"{name}:lstm": sizes
     for name, sizes in EXPERIMENTS.items()
 }
-# The groups of a batch side by side, not one after the other: `optimizer.accumulate_at_once`.
-AT_ONCE = {"enwik8, groups at once": EXPERIMENTS["enwik8"]}
-ALL = EXPERIMENTS | AT_ONCE | LSTMS
+ALL = EXPERIMENTS | LSTMS
 # enwik8 with 96M parameters: a fixed batch of 128, and 32 stripes for each chip.
 SCALING = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 COLUMNS = "GiB a chip | ms a step | in collectives | tokens/s | of peak"
@@ -92,13 +90,11 @@ def compile_all(folder: pathlib.Path, only: str) -> None:
         kind = targets.parse(job.topology).chip.kind
         if path.exists() or not installed[kind] or not re.search(only, job.name):
             continue
-        name = job.experiment.removesuffix(", groups at once")
-        file, _, variant = name.partition(":")
+        file, _, variant = job.experiment.partition(":")
         command = [
             *(sys.executable, "-m", "mogrifier_jax.main", "--mode=preflight"),
             f"--config={ROOT}/experiments/{file}.py:{variant}",
             f"--config.data.batch_size={job.batch_size}",
-            f"--config.optimizer.accumulate_at_once={job.experiment in AT_ONCE}",
             f"--topology={job.topology}",
             f"--json={path}",
         ]

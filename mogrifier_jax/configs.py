@@ -140,7 +140,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "momentum": RATE,  # Of sgd and rmsprop.
         "accumulate": Key(int, 1, low=1, high=10**6),  # Groups that a batch is split into.
         "accumulate_reduce": Key(str, "mean", choices=("mean", "sum")),  # Of their gradients.
-        "accumulate_at_once": Key(bool, False),  # Groups side by side: faster, and more memory.
+        "accumulate_at_once": Key(bool),  # Groups side by side; None: if a device has few rows.
     },
     "averaging": {
         "kind": Key(str, "triggered", choices="training.schedule.AVERAGES"),

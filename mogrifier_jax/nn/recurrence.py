@@ -148,15 +148,19 @@ def _forward(step, dtype, unroll, params, *arguments):
     push = functools.partial(_push, step, dtype, unroll)
     ways = {} if params[1] is None else {"cpu": functools.partial(push, stepwise=True)}
     reads_inputs = taps.Taps(params[0], dtype).read_inputs
-    if rounded_on_tpus(dtype):
-        _, like = jax.eval_shape(push, params, *arguments)
-        ways["tpu"] = functools.partial(
-            push,
+
+    def push_on_tpus(*arguments):
+        _, like = jax.eval_shape(push, *arguments)
+        return push(
+            *arguments,
             operand=TPU_OPERAND,
             loop=taps.scan_into_empty,
             again=reads_inputs and _stored(like) > TPU_CHUNKED[0],
             stacked=reads_inputs and _stacked_on_tpus(like),
         )
+
+    if rounded_on_tpus(dtype):
+        ways["tpu"] = push_on_tpus
     if reads_inputs:
         ways["cuda"] = functools.partial(push, joined=True)
     found, saved = jax.lax.platform_dependent(params, *arguments, **ways, default=push)

@@ -26,6 +26,7 @@ from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, schedule, steps
 
+FEW_ROWS = 32  # On a device; docs/performance.md, "enwik8".
 _BATCH = "data.window or data.batch_size, or set optimizer.accumulate"
 
 
@@ -105,7 +106,9 @@ def make_run(
     optimizer = dict(config.optimizer)
     learning_rate, l2_penalty = optimizer.pop("learning_rate"), optimizer.pop("l2_penalty")
     accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
-    groups = accumulation["accumulate"]
+    groups, at_once = accumulation["accumulate"], accumulation["accumulate_at_once"]
+    if at_once is None:
+        accumulation["accumulate_at_once"] = few_rows(mesh, config.data.batch_size)
     optimizer = steps.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule)
     if config.averaging.kind == "triggered":
@@ -125,6 +128,12 @@ def make_run(
     hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
     program = steps.Program(model, optimizer, average, task.batch_at, **accumulation)
     return Run(config, mesh, task, model, program, hyper, rules)
+
+
+def few_rows(mesh: jax.sharding.Mesh, batch_size: int) -> bool:
+    """Whether an accelerator takes as long for one group of a batch as for all of its rows."""
+    accelerated = mesh.devices.flat[0].platform != "cpu"
+    return accelerated and batch_size <= FEW_ROWS * mesh.shape["data"]
 
 
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:

@@ -36,7 +36,10 @@ from mogrifier_jax import configs, errors
 # What the weights and their scores depend on; the rest of a config is about how they were found.
 _SEALED = ("model", "data", "dropout", "averaging.kind")
 # What may differ when a run is resumed, as it does not move its numbers.
-FREE_KEYS = ("mesh", "log_every", "data.source_dir", "data.data_dir")
+FREE_KEYS = (
+    *("mesh", "log_every", "data.source_dir", "data.data_dir"),
+    "optimizer.accumulate_at_once",
+)
 _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
 

@@ -4,8 +4,10 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
+import numpy as np
 import pytest
 
 from experiments import pydoc
@@ -22,6 +24,24 @@ def config(monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     yield monkeypatch
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(
+    "platform, devices, batch, expected",
+    [("tpu", 4, 128, True), ("tpu", 4, 132, False), ("gpu", 1, 32, True), ("cpu", 4, 128, False)],
+)
+def test_groups_go_side_by_side_where_a_device_has_few_rows(platform, devices, batch, expected):
+    chips = np.array([types.SimpleNamespace(platform=platform)] * devices)
+    mesh = types.SimpleNamespace(devices=chips, shape={"data": devices})
+    assert runs.few_rows(mesh, batch) == expected
+
+
+@pytest.mark.parametrize("at_once, expected", [(None, True), (False, False), (True, True)])
+def test_a_set_key_decides_about_groups(at_once, expected, monkeypatch):
+    monkeypatch.setattr(runs, "few_rows", lambda mesh, batch_size: True)
+    config = pydoc.get_config("tiny")
+    config.optimizer.update(accumulate=2, accumulate_at_once=at_once)
+    assert runs.make_run(config).program.accumulate_at_once == expected
 
 
 def test_compiled_programs_are_kept_unless_told_where(config, tmp_path):
