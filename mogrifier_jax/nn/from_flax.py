@@ -9,6 +9,7 @@ optimised cells have the matrices side by side in `dense_i` and `dense_h`. Ours 
 get the weights.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,19 +26,21 @@ class Match(NamedTuple):
 
     flax: tuple[type, ...]  # Cells of linen; `to_flax` makes the last one.
     ours: type[layers.Cell]
-    options: dict[str, Any]  # Fields that our cell must have.
+    options: dict[str, Any]  # Fields that our cell must have; all but _FREE have their defaults.
     gates: tuple[str, ...]  # Flax's names of the gates, in our order.
     biased: str  # The matrices that have the biases: "i" (they read x) or "h".
     nnx_gates: tuple[str, ...]  # The gates in the order of NNX's optimised cells.
 
 
-_PLAIN = dict(rounds=0, scaling=False)
-_LSTM = dict(cap_input_gate=False, tied_gates=False, layer_norm=False, cell_clip=None, gate_rank=0)
+_PLAIN = dict(rounds=0)
+# Fields of our cells that may have any value: sizes, initial values and options of the rounds.
+_FREE = {"hidden_size", "init_factor", "forget_bias", "rank", "zigzag", "gate_bias"}
+_FREE |= {"dtype", "param_dtype", "parent", "name"}
 KINDS = (
     Match(
         (nn.LSTMCell, nn.OptimizedLSTMCell),
         layers.LSTMCell,
-        {**_PLAIN, **_LSTM},
+        {**_PLAIN, "cap_input_gate": False},
         ("g", "o", "f", "i"),
         "h",
         ("i", "f", "g", "o"),
@@ -121,12 +124,14 @@ def find_counterpart(cell: layers.Cell) -> Match:
         ours = layers.MogrifierLSTMCell if kind.ours is layers.LSTMCell else kind.ours
         if isinstance(cell, ours):
             break
-    found = {name: getattr(cell, name) for name in kind.options}
-    wrong = [f"{name}={value}" for name, value in found.items() if value != kind.options[name]]
+    fields = dataclasses.fields(kind.ours)
+    needed = {f.name: f.default for f in fields if f.name not in _FREE} | kind.options
+    found = {name: getattr(cell, name) for name in needed}
+    wrong = [f"{name}={value}" for name, value in found.items() if value != needed[name]]
     if wrong or isinstance(cell, layers.MLSTMCell):
         raise errors.UsageError(
             f"Flax has no {type(cell).__name__}{' with ' if wrong else ''}{', '.join(wrong)}; only "
-            f"cells with {', '.join(f'{n}={v}' for n, v in kind.options.items())} can go back"
+            f"cells with {', '.join(f'{n}={v}' for n, v in needed.items())} can go back"
         )
     return kind
 

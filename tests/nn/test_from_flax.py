@@ -122,6 +122,12 @@ def test_parameters_of_something_else_are_refused():
         ("LSTMCell", {}, r"no LSTMCell with cap_input_gate=True; only cells with rounds=0"),
         ("MogrifierGRUCell", {"rounds": 2}, r"no MogrifierGRUCell with rounds=2; only cells with"),
         ("MLSTMCell", {"cap_input_gate": False}, r"Flax has no MLSTMCell; only cells"),
+        ("LSTMCell", {"cell_clip": 1.0}, r"with cap_input_gate=True, cell_clip=1.0; only cells"),
+        (
+            "MogrifierElmanCell",
+            {"rounds": 0, "scaling": True},
+            r"with scaling=True; only cells with rounds=0, scaling=False can go back",
+        ),
     ],
 )
 def test_what_flax_does_not_have_cannot_go_back(name, options, words):
