@@ -236,6 +236,15 @@ def test_markdown_sets_our_numbers_beside_the_papers(tmp_path, capsys):
     assert "## pydoc, bits per character" in markdown and f"| {1.5 / np.log(2):.4f} |" in markdown
 
 
+def test_a_method_that_the_paper_lacks_has_a_row_of_its_own(monkeypatch):
+    monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, "new"))
+    nats = {("deterministic", "test"): 1.0, ("dyneval", "test"): 2.0, ("new", "test"): 3.0}
+    evaluation = fake_evaluation("a", "ptb", "lstm", "1k", "nats", nats)
+    first, second = (row[2:-1] for row in scoring._rows(evaluation))
+    assert first == ["deterministic", "–", "1.0000", "–", "2.0000"]
+    assert second == ["new", "–", "3.0000", "–", "–"]
+
+
 def test_runs_are_found_in_the_papers_tables():
     config = pydoc.get_config()
     with config.unlocked():
