@@ -240,12 +240,13 @@ class RNN(nnx.RNN):
         deterministic = self.deterministic if deterministic is None else deterministic
         module = rnn.RNN(found.cell, **options, deterministic=deterministic, parent=None)
         keys = {}
-        if self.state_dropout and not deterministic:
+        if module.draws(None):
             stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
             if stream is None:
                 raise errors.UsageError(
-                    f"state_dropout {self.state_dropout} needs random numbers: give RNN or its "
-                    "call rngs=nnx.Rngs(dropout=0), or set deterministic=True"
+                    f"state_dropout {self.state_dropout} or a mask of the cell needs random "
+                    "numbers: give RNN or its call rngs=nnx.Rngs(dropout=0), or set "
+                    "deterministic=True"
                 )
             keys = {"dropout": stream()}
         return module.apply({"params": {"cell": found.params}}, inputs, rngs=keys, **given)

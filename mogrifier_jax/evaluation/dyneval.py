@@ -192,7 +192,8 @@ class DynamicEvaluation:
             def one(adapted, carry, setting, key):
                 def loss_fn(adapted):
                     variables = {"params": adapted}
-                    rngs = {"dropout": jax.random.fold_in(key, index)}
+                    # Only a model in training has random numbers.
+                    rngs = {} if rates is None else {"dropout": jax.random.fold_in(key, index)}
                     nats, end = self.model.apply(
                         variables, batch, carry, rates, logit_scale, rngs=rngs, method="batch_nats"
                     )

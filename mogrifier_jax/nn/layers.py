@@ -84,6 +84,11 @@ class Cell(nn.RNNCellBase):
         """The function of `cells.py` with the options of this cell."""
         raise NotImplementedError
 
+    @property
+    def masks(self) -> dict[str, float]:
+        """Masks that each step of training takes: how likely an element is True, by keyword."""
+        return {}
+
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Draws each matrix by the size of its own input; biases are random, as in lamb."""
         keys = jax.random.split(key, 3)
@@ -177,13 +182,8 @@ class MogrifierLSTMCell(Cell):
     @property
     def cell(self) -> Callable:
         """`cells.lstm` with the options of this cell."""
-        return functools.partial(
-            cells.lstm,
-            zigzag=self.zigzag,
-            cap_input_gate=self.cap_input_gate,
-            tied_gates=self.tied_gates,
-            cell_clip=self.cell_clip,
-        )
+        switches = ("zigzag", "cap_input_gate", "tied_gates", "cell_clip")
+        return functools.partial(cells.lstm, **{name: getattr(self, name) for name in switches})
 
     def initialize_carry(
         self, rng: jax.Array | None, input_shape: tuple[int, ...]

@@ -55,7 +55,7 @@ class RNN(nn.RNN):
         keep_order: bool | None = None,
         deterministic: bool | None = None,
     ) -> Any:
-        """Takes the arguments of `nn.RNN`; `deterministic` turns the state dropout off."""
+        """Takes the arguments of `nn.RNN`; `deterministic` turns all masks off."""
         layers.check_sequences(self.cell, inputs, seq_lengths)
         if not isinstance(self.cell, layers.Cell):
             given = dict(
@@ -89,7 +89,8 @@ class RNN(nn.RNN):
                 f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one "
                 f"integer for each sequence, here {batch}",
             )
-        mask = self.draw_state_mask(batch, deterministic)
+        train = self.draws(deterministic)
+        mask = self.draw_state_mask(batch) if train else {}
         if len(batch) != 1:  # The recurrence needs one batch axis.
             rows = math.prod(batch)
             xs = xs.reshape(xs.shape[0], rows, xs.shape[-1])
@@ -102,20 +103,23 @@ class RNN(nn.RNN):
         last = None
         if return_carry and lengths is not None and len(xs):
             last = _marks_of_last(lengths, xs.shape[0])
-        carry, ys = self.window(carry, flip(xs) if reverse else xs, **mask, last=last)
+        xs = flip(xs) if reverse else xs
+        carry, ys = self.window(carry, xs, **mask, last=last, train=train)
         ys = flip(ys) if reverse and keep_order else ys
         ys = jnp.moveaxis(ys.reshape(ys.shape[0], *batch, ys.shape[-1]), 0, time_axis)
         if not return_carry:
             return ys
         return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), carry), ys
 
-    def draw_state_mask(
-        self, batch: tuple[int, ...], deterministic: bool | None
-    ) -> dict[str, jax.Array]:
+    @nn.nowrap
+    def draws(self, deterministic: bool | None) -> bool:
+        """Whether masks are drawn; `deterministic` must be given only if there are any."""
+        wanted = bool(self.state_dropout or getattr(self.cell, "masks", None))
+        return wanted and not nn.merge_param("deterministic", self.deterministic, deterministic)
+
+    def draw_state_mask(self, batch: tuple[int, ...]) -> dict[str, jax.Array]:
         """The mask and scale of state dropout, if there is any."""
         if self.state_dropout == 0:
-            return {}
-        if nn.merge_param("deterministic", self.deterministic, deterministic):
             return {}
         shape = (*batch, self.cell.hidden_size)
         return state_mask(self.state_dropout, shape, self.make_rng("dropout"))
@@ -128,16 +132,21 @@ class RNN(nn.RNN):
         scale: jax.Array | None = None,
         valid: jax.Array | None = None,
         last: jax.Array | None = None,
+        train: bool = False,
     ) -> tuple[Any, jax.Array]:
         """From (carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller draws.
 
         `keep` is the mask of the state dropout: [B, H] for all steps, or [T, B, H] with a mask for
         each step. `valid` [T, B] is false after an example's end. There the output is zero and the
-        state does not change. `last` [T, B] marks the step whose carry is returned.
+        state does not change. `last` [T, B] marks the step whose carry is returned. In training the
+        masks of the cell are drawn here.
         """
         self.check_shapes(carry, xs, keep, scale, valid)
         xs = xs.astype(self.cell.dtype)
         given = {"keep": keep, "scale": scale, "valid": valid, "last": last}
+        shape = (*xs.shape[:2], self.cell.hidden_size)
+        for name, rate in self.cell.masks.items() if train else ():
+            given[name] = jax.random.bernoulli(self.make_rng("dropout"), rate, shape)
         masks = {name: mask for name, mask in given.items() if mask is not None}
         scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", "last")}
         constant = {name: mask for name, mask in masks.items() if name not in scanned}
@@ -355,7 +364,7 @@ class Stack(nn.Module):
                 steps = xs.shape[:1] if self.state_mask == "step" else ()
                 shape = (*steps, xs.shape[1], self.hidden_size)
                 mask = state_mask(rates.state, shape, self.make_rng("dropout"))
-            return layer.window(carry, xs, **mask, valid=valid)
+            return layer.window(carry, xs, **mask, valid=valid, train=self.has_rng("dropout"))
 
         carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
         return carry, total

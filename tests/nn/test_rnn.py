@@ -304,6 +304,52 @@ def test_state_dropout_is_one_mask_for_the_sequence(name):
     assert abs(other - dropped).max() > 1e-2
 
 
+class Zoned(layers.LSTMCell):
+    """An LSTM that leaves about half of c and h as they were, in training."""
+
+    @property
+    def masks(self):
+        return {"zone": 0.5}
+
+    @property
+    def cell(self):
+        step = super().cell
+
+        def zoned(params, carry, x, zone=None, **masks):
+            after, gates = step(params, carry, x, **masks)
+            stays = False if zone is None else zone
+            return jax.tree.map(lambda old, new: jnp.where(stays, old, new), carry, after), gates
+
+        return zoned
+
+
+def test_a_cell_gets_the_masks_that_it_asks_for_in_training(monkeypatch):
+    cell = Zoned(H)
+    variables, xs = problem(cell, (300, T, D))
+    keys = {"dropout": jax.random.key(3)}
+    run = functools.partial(solve, cell=cell, variables=variables, xs=xs, rngs=keys)
+    drawn, plain = (
+        run(functools.partial(rnn.RNN, fast=fast), deterministic=False) for fast in (True, False)
+    )
+    assert_equal(drawn, plain)
+    ys = drawn[0][1][1]
+    stays = ys[:, 1:] == ys[:, :-1]
+    np.testing.assert_allclose(stays.mean((0, 2)), 0.5, atol=0.06)
+    assert stays.any((1, 2)).all() and not (stays[:, 1:] == stays[:, :-1]).all()
+    still = run(rnn.RNN, deterministic=True)
+    assert_equal(still, solve(rnn.RNN, layers.LSTMCell(H), variables, xs))
+    with pytest.raises(ValueError, match="deterministic"):
+        rnn.RNN(cell).apply(variables, xs)
+    # A stack is in training if it has random numbers.
+    monkeypatch.setitem(layers.CELLS, "zoned", Zoned)
+    stack, lstm = (rnn.Stack(1, H, cell=name) for name in ("zoned", "lstm"))
+    variables = {"params": {"layers_0": variables["params"]}}
+    window = functools.partial(stack.apply, variables, None, xs.swapaxes(0, 1))
+    assert_equal(window(), lstm.apply(variables, None, xs.swapaxes(0, 1)))
+    ys = window(rngs=keys)[1]
+    assert 0.4 < (ys[1:] == ys[:-1]).mean() < 0.6
+
+
 def test_state_dropout_is_the_mask_of_the_window():
     cell = OURS["lstm"]()
     variables, xs = problem(cell)
