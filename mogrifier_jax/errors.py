@@ -11,6 +11,12 @@ class UsageError(ValueError):
     exit_code = 2
 
 
+def check(condition: bool, message: str) -> None:
+    """Raises a UsageError unless the condition holds."""
+    if not condition:
+        raise UsageError(message)
+
+
 class Diverged(RuntimeError):
     """The numbers of a run are no longer finite."""
 

@@ -194,7 +194,7 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
         key = jax.random.key(0) if given["init_key"] is None else given["init_key"]
         carry = module.cell.initialize_carry(key, shape)
     leaves = jax.tree.leaves(carry)
-    layers.check(
+    errors.check(
         bool(leaves) and all(hasattr(leaf, "dtype") for leaf in leaves),
         f"initial_carry {carry!r} is not a carry; make one with cell.initialize_carry",
     )

@@ -17,6 +17,7 @@ from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, taps
 
 Dtype = Any
+check = errors.check
 
 
 def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
@@ -375,12 +376,6 @@ def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax
     if bias:
         params["bias"] = jnp.zeros(size_out, dtype)
     return params
-
-
-def check(condition: bool, message: str) -> None:
-    """Raises a UsageError unless the condition holds."""
-    if not condition:
-        raise errors.UsageError(message)
 
 
 def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> None:

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, layers, rnn, softmax
 from mogrifier_jax.nn.rnn import Dropout
 
 Dtype = Any
-check = layers.check
+check = errors.check
 
 
 class Sizes(nn.Module):

@@ -18,7 +18,7 @@ from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, from_flax, layers, recurrence, taps
 
 Dtype = Any
-check = layers.check
+check = errors.check
 
 
 class RNN(nn.RNN):
