@@ -16,6 +16,7 @@ VARIANTS = {
     "lstm uncapped": ("lstm", {"cap_input_gate": False}),
     "lstm tied": ("lstm", {"tied_gates": True}),
     "lstm clipped": ("lstm", {"cell_clip": 0.1}),
+    "lstm zoned": ("lstm", {"zoneout": 0.3}),
     "lstm normed": ("lstm", {"layer_norm": True}),
     "lstm scaled": ("lstm", {"scaling": True}),
     "lstm factored": ("lstm", {"gate_rank": 3}),
@@ -106,6 +107,8 @@ def step(cell, options, params, state, x, mask=None):
     h = o * np.tanh(seen)
     if options.get("cell_clip"):
         c = np.clip(c, -options["cell_clip"], options["cell_clip"])
+    if zoneout := options.get("zoneout"):  # Outside training: the mean over the masks.
+        c, h = (zoneout * old + (1 - zoneout) * new for old, new in zip(state, (c, h), strict=True))
     return (c, h), {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
 
 

@@ -36,6 +36,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "init_factor": (1e-9, 1e3),
     "cell_clip": (1e-9, 1e6),
     "forget_bias": (-1e3, 1e3),
+    "zoneout": (0.0, 1.0),
 }
 
 
@@ -133,13 +134,19 @@ def lstm(
     x: jax.Array,
     keep: jax.Array | None = None,
     scale: jax.Array | None = None,
+    zone_c: jax.Array | None = None,
+    zone_h: jax.Array | None = None,
     *,
     zigzag: bool = True,
     cap_input_gate: bool = True,
     tied_gates: bool = False,
     cell_clip: float | None = None,
+    zoneout: float = 0.0,
 ) -> tuple[LSTMCarry, Gates]:
-    """LSTM, Mogrifier LSTM or multiplicative LSTM; the groups in `params` decide which."""
+    """LSTM, Mogrifier LSTM or multiplicative LSTM; the groups in `params` decide which.
+
+    `zone_c` and `zone_h` mark the elements of the state that zoneout leaves as they were.
+    """
     x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
     if "multiplicative" in params:
         x, h = multiply(params, x, h)
@@ -162,8 +169,16 @@ def lstm(
     h = o * jnp.tanh(read)
     if cell_clip is not None:  # It affects only the next step: h is already computed.
         c = jnp.clip(c, -cell_clip, cell_clip)
+    if zoneout:
+        c = zone(zoneout, zone_c, widen(carry.c), c)
+        h = zone(zoneout, zone_h, widen(carry.h), h)
     gates = {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
     return LSTMCarry(c, h.astype(carry.h.dtype)), gates
+
+
+def zone(rate: float, mask: jax.Array | None, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Zoneout (arXiv:1606.01305): the old value where the mask is; without one, the mean."""
+    return rate * old + (1 - rate) * new if mask is None else jnp.where(mask, old, new)
 
 
 def gru(

@@ -167,6 +167,7 @@ class MogrifierLSTMCell(Cell):
     cell_clip: float | None = None
     forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
     gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
+    zoneout: float = 0.0  # The probability that an element of c or h stays as it was, in training.
 
     def __post_init__(self):
         super().__post_init__()
@@ -183,8 +184,13 @@ class MogrifierLSTMCell(Cell):
     @property
     def cell(self) -> Callable:
         """`cells.lstm` with the options of this cell."""
-        switches = ("zigzag", "cap_input_gate", "tied_gates", "cell_clip")
+        switches = ("zigzag", "cap_input_gate", "tied_gates", "cell_clip", "zoneout")
         return functools.partial(cells.lstm, **{name: getattr(self, name) for name in switches})
+
+    @property
+    def masks(self) -> dict[str, float]:
+        """What zoneout leaves as it was."""
+        return dict.fromkeys(("zone_c", "zone_h"), self.zoneout) if self.zoneout else {}
 
     def initialize_carry(
         self, rng: jax.Array | None, input_shape: tuple[int, ...]

@@ -350,6 +350,22 @@ def test_a_cell_gets_the_masks_that_it_asks_for_in_training(monkeypatch):
     assert 0.4 < (ys[1:] == ys[:-1]).mean() < 0.6
 
 
+def test_zoneout_keeps_the_state_in_training_and_its_mean_otherwise():
+    cell = layers.LSTMCell(H, zoneout=0.5)
+    variables, xs = problem(cell, (2000, 1, D))
+    start = cell.initialize_carry(None, (2000, D))
+    start = jax.tree.map(lambda a: jnp.full_like(a, 2.0), start)
+    run = functools.partial(solve, cell=cell, variables=variables, xs=xs, carry=start)
+    drawn = dict(deterministic=False, rngs={"dropout": jax.random.key(1)})
+    fast, plain = (run(functools.partial(rnn.RNN, fast=fast), **drawn) for fast in (True, False))
+    assert_equal(fast, plain)
+    mean = run(rnn.RNN, deterministic=True)
+    for zoned, expected in zip(fast[0][1][0], mean[0][1][0], strict=True):
+        kept = zoned == 2
+        assert abs(kept.mean() - 0.5) < 0.02  # The others have another value.
+        np.testing.assert_allclose(np.where(kept, expected, (2 + zoned) / 2), expected, rtol=1e-5)
+
+
 def test_state_dropout_is_the_mask_of_the_window():
     cell = OURS["lstm"]()
     variables, xs = problem(cell)
