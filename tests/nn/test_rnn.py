@@ -304,52 +304,6 @@ def test_state_dropout_is_one_mask_for_the_sequence(name):
     assert abs(other - dropped).max() > 1e-2
 
 
-class Zoned(layers.LSTMCell):
-    """An LSTM that leaves about half of c and h as they were, in training."""
-
-    @property
-    def masks(self):
-        return {"zone": 0.5}
-
-    @property
-    def cell(self):
-        step = super().cell
-
-        def zoned(params, carry, x, zone=None, **masks):
-            after, gates = step(params, carry, x, **masks)
-            stays = False if zone is None else zone
-            return jax.tree.map(lambda old, new: jnp.where(stays, old, new), carry, after), gates
-
-        return zoned
-
-
-def test_a_cell_gets_the_masks_that_it_asks_for_in_training(monkeypatch):
-    cell = Zoned(H)
-    variables, xs = problem(cell, (300, T, D))
-    keys = {"dropout": jax.random.key(3)}
-    run = functools.partial(solve, cell=cell, variables=variables, xs=xs, rngs=keys)
-    drawn, plain = (
-        run(functools.partial(rnn.RNN, fast=fast), deterministic=False) for fast in (True, False)
-    )
-    assert_equal(drawn, plain)
-    ys = drawn[0][1][1]
-    stays = ys[:, 1:] == ys[:, :-1]
-    np.testing.assert_allclose(stays.mean((0, 2)), 0.5, atol=0.06)
-    assert stays.any((1, 2)).all() and not (stays[:, 1:] == stays[:, :-1]).all()
-    still = run(rnn.RNN, deterministic=True)
-    assert_equal(still, solve(rnn.RNN, layers.LSTMCell(H), variables, xs))
-    with pytest.raises(ValueError, match="deterministic"):
-        rnn.RNN(cell).apply(variables, xs)
-    # A stack is in training if it has random numbers.
-    monkeypatch.setitem(layers.CELLS, "zoned", Zoned)
-    stack, lstm = (rnn.Stack(1, H, cell=name) for name in ("zoned", "lstm"))
-    variables = {"params": {"layers_0": variables["params"]}}
-    window = functools.partial(stack.apply, variables, None, xs.swapaxes(0, 1))
-    assert_equal(window(), lstm.apply(variables, None, xs.swapaxes(0, 1)))
-    ys = window(rngs=keys)[1]
-    assert 0.4 < (ys[1:] == ys[:-1]).mean() < 0.6
-
-
 def test_zoneout_keeps_the_state_in_training_and_its_mean_otherwise():
     cell = layers.LSTMCell(H, zoneout=0.5)
     variables, xs = problem(cell, (2000, 1, D))
@@ -364,6 +318,20 @@ def test_zoneout_keeps_the_state_in_training_and_its_mean_otherwise():
         kept = zoned == 2
         assert abs(kept.mean() - 0.5) < 0.02  # The others have another value.
         np.testing.assert_allclose(np.where(kept, expected, (2 + zoned) / 2), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="deterministic"):
+        rnn.RNN(cell).apply(variables, xs)
+
+
+def test_a_stack_draws_the_masks_of_its_cells_in_training_only():
+    stack = rnn.Stack(1, H, cell="lstm", cell_options={"zoneout": 0.5})
+    xs = np.random.default_rng(0).standard_normal((T, 300, D)).astype(np.float32)
+    variables = stack.init(jax.random.key(0), None, xs)
+    still = stack.apply(variables, None, xs)[1]
+    assert not (still[1:] == still[:-1]).any()
+    ys = stack.apply(variables, None, xs, rngs={"dropout": jax.random.key(3)})[1]
+    stays = ys[1:] == ys[:-1]
+    np.testing.assert_allclose(stays.mean((1, 2)), 0.5, atol=0.06)
+    assert not (stays[1:] == stays[:-1]).all()  # Each step has a mask of its own.
 
 
 def test_state_dropout_is_the_mask_of_the_window():
