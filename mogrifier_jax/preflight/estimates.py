@@ -34,7 +34,7 @@ _SAVING = 1e9  # Bytes of a checkpoint that a host writes in a second: a round f
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Estimate:
     """What one experiment costs on one mesh. Times are of one optimizer step; bytes per chip."""
 
     topology: str
@@ -95,7 +95,7 @@ def run(
     *,
     search: bool = False,
     json_path: str | None = None,
-) -> list[Report]:
+) -> list[Estimate]:
     """Prints the report of a config on a topology.
 
     With `search` it tries all splits of the chips, reports the best and lists the others.
@@ -110,7 +110,7 @@ def run(
     return reports
 
 
-def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
+def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
     """Compiles the train step of a config for a target and estimates its costs."""
     mesh = targets.mesh(target, config.mesh.data, config.mesh.model)
     task = tasks.make_abstract_task(config.data, mesh)
@@ -142,7 +142,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         if needed is None:
             raise
         notes.append("the compiler refused it: temporaries alone exceed the memory")
-        return Report(**common, fits=False, needed=needed, bytes={}, notes=tuple(notes))
+        return Estimate(**common, fits=False, needed=needed, bytes={}, notes=tuple(notes))
     seconds = time.perf_counter() - started
     memory = costs.memory(program)
     analysis = costs.analyse(program.as_text())
@@ -161,7 +161,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Report:
         notes.append("the compiler refused the evaluation: its temporaries exceed the memory")
         evaluation = _Evaluation(target.chip.memory + 1, math.nan)
     needed = max(memory.peak + memory.code, evaluation.needed)
-    return Report(
+    return Estimate(
         **common,
         fits=needed <= target.chip.memory,
         needed=memory.peak + memory.code,
@@ -235,7 +235,7 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
     return _Evaluation(needed, seconds)
 
 
-def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> list[Report]:
+def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> list[Estimate]:
     """The reports of all splits that the config allows: those that fit first, then by speed."""
     reports, refusals = [], []
     splits = targets.splits(target)
@@ -285,7 +285,7 @@ def shard_bytes(tree: Any) -> int:
     return total
 
 
-def describe(report: Report) -> str:
+def describe(report: Estimate) -> str:
     """The report as a table for the terminal."""
     verdict = "fits" if report.fits else "DOES NOT FIT"
     asked = _size(report.needed) if report.needed else "more"
@@ -325,7 +325,7 @@ def describe(report: Report) -> str:
     return "\n".join([progress.table(sections), *report.notes])
 
 
-def _row(report: Report) -> str:
+def _row(report: Estimate) -> str:
     """One line about a split."""
     verdict = "fits" if report.fits else "does not fit"
     return (
@@ -338,7 +338,7 @@ def _size(count: float) -> str:
     return f"{count / _GIB:.2f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.2f} MiB"
 
 
-def write_json(path: str, reports: list[Report]) -> None:
+def write_json(path: str, reports: list[Estimate]) -> None:
     """Writes all reports to a file, with the date and the versions of JAX and the compilers."""
     names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
     found = {dist.metadata["Name"].lower() for dist in importlib.metadata.distributions()}
