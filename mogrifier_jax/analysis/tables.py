@@ -284,17 +284,19 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
 def draw_curves(rows: Rows, title: str = "") -> Any:
     """Draws validation loss over the tokens read; each seed has a line, dashed for the LSTM."""
     fig, ((axes,),) = panels(1, 1, width=7, height=3.8)
-    places = list(dict.fromkeys(row["variant"] if row["x"] is None else row["x"] for row in rows))
+    places = dict.fromkeys(row["label"] if row["x"] is None else row["x"] for row in rows)
+    others = [place for place in places if place not in COLOURS]
+    colours = {place: f"C{2 + others.index(place)}" for place in others} | COLOURS
     for row in rows:
-        place = row["variant"] if row["x"] is None else row["x"]
+        place = row["label"] if row["x"] is None else row["x"]
         name = row["label"] if row["x"] is None else f"{row['label']}, {row['x']}"
         style = ".--" if row["label"] == "LSTM" else ".-"
         for seed, curve in enumerate(row["curves"]):
             trained = curve[1:]  # The first is from before training.
             read = [step * row["batch_size"] * row["window"] / 1e6 for step, _ in trained]
             nats = [value for _, value in trained]
-            colour, label = f"C{places.index(place)}", None if seed else name
-            axes.plot(read, nats, style, color=colour, linewidth=1.2, label=label)
+            label = None if seed else name
+            axes.plot(read, nats, style, color=colours[place], linewidth=1.2, label=label)
     axes.set_xlabel("tokens read, millions")
     axes.set_ylabel("validation, nats per token")
     axes.set_title(title)
