@@ -242,7 +242,8 @@ class Book:
         rate, clip = (self.run.config.optimizer.get(k) for k in ("learning_rate", "clip_norm"))
         return errors.Diverged(
             f"{what} is not finite; {kept} in {self.workdir}. Try, in another workdir, a lower "
-            f"optimizer.learning_rate (now {rate:g}) or optimizer.clip_norm (now {clip})"
+            f"optimizer.learning_rate (now {rate:g}), model.layer_norm=True or a lower "
+            f"optimizer.clip_norm (now {clip})"
         )
 
     def turn_line(self, turn, scores, decision) -> str:
