@@ -62,7 +62,7 @@ print(f"{len(measured)} sets: {', '.join(measured)}")
 # %%
 def find_set(stem):
     """The set of an experiment file that a file of results belongs to."""
-    for file in ("ablation", "reverse_copy"):
+    for file in ("ablation", "ptb", "reverse_copy"):
         sets = configs.load_file(f"../experiments/{file}.py").SETS
         for name, each in sets.items():
             if stem.startswith(f"{file}_") and stem.endswith(f"_{name}"):
