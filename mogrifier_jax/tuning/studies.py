@@ -201,9 +201,10 @@ def check_same(start: str, saved: Mapping[str, Any], asked: Mapping[str, Any], o
         """Adds today's default of each key that a study of an earlier version lacks."""
         return {**about, "config": configs.base(about["config"])} if "config" in about else about
 
+    free = [f"config.{name}" for name in workdirs.FREE_KEYS]
     lines = [
         f"  {name}: {there} (there) vs {requested} (requested)"
-        for name, there, requested in configs.differences(fill(saved), fill(asked))
+        for name, there, requested in configs.differences(fill(saved), fill(asked), free)
     ]
     if lines:
         remedy = f"{other}, or the same settings to go on with it."

@@ -68,6 +68,15 @@ def test_new_trials_share_the_shapes_of_the_first(storage):
     assert len({trial.params["x"] for trial in asked}) == 4
 
 
+def test_what_may_change_in_a_run_may_change_in_its_study():
+    """A default may become another one; what moves no number is no reason to refuse a study."""
+    saved = {"config": {"optimizer": {"accumulate_at_once": False}}}
+    studies.check_same("the study is", saved, {"config": {}}, "Use another")
+    saved["config"]["optimizer"]["accumulate"] = 2
+    with pytest.raises(errors.UsageError, match=r"config.optimizer.accumulate: 2 \(there\) vs 1"):
+        studies.check_same("the study is", saved, {"config": {}}, "Use another")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["diverged", "infeasible", "lost"])
 def test_a_sampler_turns_away_from_settings_that_have_no_value(tmp_path, outcome):
