@@ -63,7 +63,7 @@ SMALL_CHARACTERS = dict(
     evaluation=dict(max_windows=200),  # A quarter of the text.
 )
 SIZES = {"": (), "small": (PTB.SMALL, SMALL), "tiny": (configs.TINY,)}
-RANKS = {"small": PTB.SMALL_GATES["rank"], "tiny": 4}  # Of gated models that set none.
+RANKS = {"small": PTB.SMALL_GATES["model"]["rank"], "tiny": 4}  # Of gated models that set none.
 GATE_RANKS = {"small": 32, "tiny": 4}
 
 

@@ -46,16 +46,15 @@ SMALL = dict(
     averaging=dict(trigger_turns=2, trigger_at_the_latest=7),
     schedule=dict(turns=10, steps_per_turn=830, early_stopping_turns=3),
 )
-SMALL_GATES = dict(rounds=4, rank=17)  # Of the Mogrifier.
+SMALL_GATES = dict(model=dict(rounds=4, rank=17))  # Of the Mogrifier.
 CELLS = {"mogrifier": {}, "lstm": LSTM}
 SIZES = {"": {}, "small": SMALL, "tiny": configs.TINY}
 
 
 def get_config(variant=""):
-    config = configs.build(variant, MOGRIFIER, CELLS, SIZES)
-    if configs.choose(variant, CELLS, SIZES) == ("mogrifier", "small"):
-        config.model.update(SMALL_GATES)
-    return config
+    cell, size = configs.choose(variant, CELLS, SIZES)
+    gates = SMALL_GATES if (cell, size) == ("mogrifier", "small") else {}
+    return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
 
 
 SETS = {"models": Set("LSTM and Mogrifier", [Row("lstm", "LSTM"), Row("mogrifier", "Mogrifier")])}
