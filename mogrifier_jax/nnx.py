@@ -243,10 +243,10 @@ class RNN(nnx.RNN):
         if module.draws(None):
             stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
             if stream is None:
+                masked = self.state_dropout and f"state_dropout {self.state_dropout}"
                 raise errors.UsageError(
-                    f"state_dropout {self.state_dropout} or a mask of the cell needs random "
-                    "numbers: give RNN or its call rngs=nnx.Rngs(dropout=0), or set "
-                    "deterministic=True"
+                    f"{masked or 'a mask of the cell'} needs random numbers: give RNN or its "
+                    "call rngs=nnx.Rngs(dropout=0), or set deterministic=True"
                 )
             keys = {"dropout": stream()}
         return module.apply({"params": {"cell": found.params}}, inputs, rngs=keys, **given)

@@ -141,7 +141,7 @@ def differences(found, expected):
         pairs = [[r for r in runs["metrics"] if r["kind"] == kind] for runs in (found, expected)]
         assert [r["step"] for r in pairs[0]] == [r["step"] for r in pairs[1]]
         for ours, theirs in zip(*pairs, strict=True):
-            assert ours.keys() >= theirs.keys()  # Further keys may be added.
+            assert ours.keys() == theirs.keys()
             for key, value in theirs.items():
                 name = f"{kind} {theirs['step']} {key}"
                 if isinstance(value, float):

@@ -225,9 +225,7 @@ def test_state_dropout_draws_from_its_stream():
     assert_equal(rnn(XS), plain)
     keys = functools.partial(nnx.Rngs, dropout=5)
     assert_equal(make()(XS, rngs=keys()), make()(XS, rngs=keys()), 0)
-    with pytest.raises(
-        errors.UsageError, match=r"state_dropout 0.5 or .* needs random numbers: give"
-    ):
+    with pytest.raises(errors.UsageError, match=r"state_dropout 0.5 needs random numbers: give"):
         make()(XS)
 
 
