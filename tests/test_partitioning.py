@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
+from mogrifier_jax.preflight import costs
 from mogrifier_jax.training import evaluate, runs
 
 
@@ -105,6 +106,16 @@ def test_wide_dimensions_are_split_over_model_and_stripes_over_data(monkeypatch)
     monkeypatch.setattr(corpora, "load_corpus", read_odd_text)
     state = runs.make_run(make_config(), make_mesh(4, 2)).abstract_state()
     assert state.params["embedding"].sharding.spec == PartitionSpec(None, None)
+
+
+@pytest.mark.parametrize("change", [{}, {"layer_norm": True}, {"cell": "mogrifier_gru"}], ids=str)
+def test_devices_wait_for_each_other_once_a_batch_and_not_at_each_time_step(change):
+    config = make_config()
+    with config.unlocked():
+        config.model.update(change)
+    run = runs.make_run(config, make_mesh(2))
+    lowered = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=1)
+    assert costs.analyse(lowered.compile().as_text()).by_kind()["all-reduce"][0] == 1
 
 
 @pytest.mark.slow

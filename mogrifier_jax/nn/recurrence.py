@@ -341,6 +341,11 @@ def _pull(
     if joined:
         in_loop = jax.lax.optimization_barrier(made.products(transposed=True))
 
+    def vectors_of_rows():
+        """The vectors once for each row. So no step has to sum gradients over rows and devices."""
+        rows = d_hs.shape[1]
+        return {n: jnp.broadcast_to(v, (rows, *v.shape)) for n, v in made.vectors.items()}
+
     def body(state, inputs):
         d_carry, d_vectors = state
         d_h, carry, x, extras, outputs = inputs
@@ -357,7 +362,7 @@ def _pull(
 
             return step(made.replace(recall, vectors), carry, x, **extras, **constant)
 
-        _, pull = jax.vjp(replay, carry, x, outputs, made.vectors)
+        _, pull = jax.vjp(replay, carry, x, outputs, vectors_of_rows())
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_x, d_outputs, d_vectors_here = pull(d_carry)
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_here)
@@ -369,13 +374,14 @@ def _pull(
 
     same: list[str] = []
     carries = jnp.stack(carries, 1) if stacked else carries
-    state = (d_last, jax.tree.map(jnp.zeros_like, made.vectors))
+    state = (d_last, jax.tree.map(jnp.zeros_like, vectors_of_rows()))
     loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
         loop = functools.partial(taps.scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = taps.part(written, (xs, all_outputs)) if joined else written
     d_xs = d_outputs[same[0]] if same else d_xs
+    d_vectors = {name: cells.sum_leading(v, 1) for name, v in d_vectors.items()}
     return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
 
 
