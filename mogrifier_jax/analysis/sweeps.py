@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -178,7 +178,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
                     free.append(each.cores)
-                    add_seconds(each.job, each.began)
+                    add_seconds(each.job, each.began, each.cores)
                     if finished(each.job, each.process.returncode):
                         yield each.job
                     else:
@@ -186,7 +186,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
         finally:
             terminate(running)  # When all went well, none is running by now.
             for each in running:
-                add_seconds(each.job, each.began)
+                add_seconds(each.job, each.began, each.cores)
     if stopped:
         raise errors.Interrupted(
             f"{len(stopped)} runs were stopped, or not started; the same command goes on"
@@ -247,10 +247,10 @@ def finished(job: Job, code: int) -> bool:
     return True
 
 
-def add_seconds(job: Job, began: float) -> None:
-    """Adds the time since this start to the record of the run."""
+def add_seconds(job: Job, began: float, cores: Collection[int] = ()) -> None:
+    """Adds the time since this start to the record of a run that had all cores, or these."""
     spent = read_record(job.folder).get("seconds", 0.0) + time.monotonic() - began
-    write_record(job.folder, seconds=round(spent, 1), hardware=hardware())
+    write_record(job.folder, seconds=round(spent, 1), hardware=hardware(cores))
 
 
 _REMEDY = "restore it from a copy, or delete that folder to run it again"
@@ -269,9 +269,11 @@ def write_record(folder: pathlib.Path, **values: Any) -> None:
         workdirs.write_json(folder, "sweep.json", {**read_record(folder), **values})
 
 
-def hardware() -> str:
-    """The devices and the number of cores, such as "2 cpu, 2 cores"."""
-    return f"{jax.device_count()} {jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+def hardware(cores: Collection[int] = ()) -> str:
+    """The devices and the cores of a run that had these to itself, as "1 cpu, 1 of 2 cores"."""
+    kind, share = jax.devices()[0].device_kind, f"{len(cores)} of " if cores else ""
+    count = len(cores) if cores and kind == "cpu" else jax.device_count()
+    return f"{count} {kind}, {share}{os.cpu_count()} cores"
 
 
 def describe(folder: pathlib.Path) -> str:

@@ -245,6 +245,8 @@ def test_runs_at_once_share_the_cores(file, beside, tmp_path, monkeypatch):
     sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
     assert bound[::2] == [{0, 2, 7}, {1, 5}]  # Where processes start,
     assert bound[1::2] == [{0, 1, 2, 5, 7}] * 2  # and what is restored.
+    noted = [sweeps.read_record(tmp_path / "w" / v / "seed1")["hardware"] for v in "ab"]
+    assert noted == [f"{n} cpu, {n} of {os.cpu_count()} cores" for n in (3, 2)]
     assert sweeps.share_cores(6) == [{0}, {1}, {2}, {5}, {7}, {0}]
 
 
@@ -294,7 +296,7 @@ def test_mistakes_are_named_before_any_run(file, trained, tmp_path, options, wor
 
 def test_a_file_without_sets_is_refused():
     with pytest.raises(errors.UsageError, match="has no sets to sweep over"):
-        sweeps.Sweep(str(ROOT / "experiments" / "pydoc.py"))
+        sweeps.Sweep(str(ROOT / "experiments" / "wikitext2.py"))
     with pytest.raises(errors.UsageError, match="is not an experiment"):
         configs.load_config("none.py")
 
