@@ -23,7 +23,6 @@ Variants: `mogrifier` (default) or `lstm`; `small` as above; `tiny` is a smoke r
 """
 
 from mogrifier_jax import configs
-from mogrifier_jax.configs import Row, Set
 
 MOGRIFIER = dict(
     data=dict(name="ptb", batch_size=64, window=70),
@@ -57,4 +56,4 @@ def get_config(variant=""):
     return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
 
 
-SETS = {"models": Set("LSTM and Mogrifier", [Row("lstm", "LSTM"), Row("mogrifier", "Mogrifier")])}
+SETS = {"models": configs.MODELS}

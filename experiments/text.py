@@ -19,4 +19,5 @@ TEXT = dict(
 
 
 def get_config(variant=""):
-    return configs.base(PYDOC.get_config(variant), TEXT)
+    sizes = {"": {}, "tiny": configs.TINY}
+    return configs.base(configs.build(variant, PYDOC.COMMON, PYDOC.CELLS, sizes), TEXT)

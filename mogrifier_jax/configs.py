@@ -318,6 +318,9 @@ class Set(NamedTuple):
     unit: str | None = None  # "nats", or that of the task unless set.
 
 
+MODELS = Set("LSTM and Mogrifier", [Row("lstm", "LSTM"), Row("mogrifier", "Mogrifier")])
+
+
 def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:
     """One name of each group for a variant "a,b"; the first is the default, "" means none."""
     names = [name.strip() for name in variant.split(",") if name.strip()]

@@ -15,6 +15,7 @@ from mogrifier_jax.training import progress, runs, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
+WIKITEXT2 = "--config=experiments/wikitext2.py:tiny"
 ABLATION = "--config=experiments/ablation.py:tiny"
 
 
@@ -94,7 +95,7 @@ def trained(monkeypatch):
         (["--mode=preflight", "--topology=v5e:2x2"], "--config is missing; give an experiment"),
         (["--mode=sweep"], "--config is missing; give an experiment"),
         (["--mode=sweep", TINY], "--set is missing; give sets of the experiment, as --set=rounds"),
-        (["--mode=sweep", TINY, "--set=rounds"], "experiments/pydoc.py has no sets to sweep over"),
+        (["--mode=sweep", WIKITEXT2, "--set=rounds"], "wikitext2.py has no sets to sweep over"),
         (["--mode=sweep", ABLATION, "--workdir=x", "--set=rownds"], "rownds"),
         (["--mode=inspect"], "--workdir is missing"),
         (["--mode=inspect", "--workdir=none"], "none does not exist"),
