@@ -153,22 +153,33 @@ def test_sizes_without_a_published_file(name, expected):
     assert hidden_size(get_config(name), {"ptb_char.py:lstm": 51}.get(name, 10_001)) == expected
 
 
-def test_ptb_small_has_the_best_trial_of_both_studies():
-    """The same setting was best for both models, whose trials had the same rates and dropouts."""
+@pytest.mark.parametrize(
+    ("name", "study", "tuned"),
+    [
+        ("ptb.py:small", "tune_ptb_small", 7),
+        ("ptb.py:lstm,small", "tune_ptb_small_lstm", 5),
+        ("pydoc.py", "tune_pydoc", 3),
+        ("pydoc.py:lstm", "tune_pydoc_lstm", 1),
+    ],
+)
+def test_small_experiments_have_the_best_trial_of_their_study(name, study, tuned):
+    with open(ROOT / "docs" / "results" / f"{study}.csv", newline="") as file:
+        best = min(csv.DictReader(file), key=lambda trial: float(trial["valid_nats"] or "inf"))
+    values = configs.flatten(get_config(name))
+    settings = {key: float(text) for key, text in best.items() if key in values}
+    assert settings == {key: values[key] for key in settings} and len(settings) == tuned
+
+
+def test_models_of_a_comparison_differ_only_in_what_was_tuned():
+    """The same rate and dropouts were best for both models on the words of Penn Treebank."""
     mogrifier, lstm = get_config("ptb.py:small"), get_config("ptb.py:lstm,small")
-    for config, study in ((mogrifier, "tune_ptb_small"), (lstm, "tune_ptb_small_lstm")):
-        with open(ROOT / "docs" / "results" / f"{study}.csv", newline="") as file:
-            best = min(csv.DictReader(file), key=lambda trial: float(trial["valid_nats"]))
-        values = configs.flatten(config)
-        settings = {name: best[name] for name in best if name in values}
-        assert len(settings) == (7 if config is mogrifier else 5)
-        assert {name: float(text) for name, text in settings.items()} == {
-            name: values[name] for name in settings
-        }
-    assert not configs.differences(mogrifier, lstm, ignore=("model.rounds", "model.rank"))
+    gates = ("model.rounds", "model.rank")
+    assert not configs.differences(mogrifier, lstm, ignore=gates)
     assert (lstm.model.rounds, lstm.model.rank) == (0, 0)
     tokens = mogrifier.data.batch_size * mogrifier.data.window * mogrifier.schedule.steps_per_turn
     assert tokens == pytest.approx(929_589, rel=0.001)  # A turn is one pass.
+    mogrifier, lstm = get_config("pydoc.py"), get_config("pydoc.py:lstm")
+    assert not configs.differences(mogrifier, lstm, ignore=(*gates, "optimizer.learning_rate"))
 
 
 def test_configs_do_not_share_placeholders():
