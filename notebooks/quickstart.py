@@ -152,7 +152,7 @@ print(write("Mogrifier", "The statement ", 20 if QUICK else 300))
 # %% [markdown]
 # ## The whole experiment
 #
-# Two layers, dropout, weight averaging, checkpoints, a searched softmax temperature:
+# Two normalised layers, weight averaging, checkpoints, a searched softmax temperature:
 # `experiments/pydoc.py` is such a run. It is trained here unless its workdir exists, and
 # `mogrifier_jax.load` opens it.
 

@@ -62,10 +62,10 @@ print(f"{len(measured)} sets: {', '.join(measured)}")
 # %%
 def find_set(stem):
     """The set of an experiment file that a file of results belongs to."""
-    for file in ("ablation", "ptb", "reverse_copy"):
-        sets = configs.load_file(f"../experiments/{file}.py").SETS
+    for path in pathlib.Path("../experiments").glob("*.py"):
+        sets = getattr(configs.load_file(path), "SETS", {})
         for name, each in sets.items():
-            if stem.startswith(f"{file}_") and stem.endswith(f"_{name}"):
+            if stem.startswith(f"{path.stem}_") and stem.endswith(f"_{name}"):
                 return each
     raise LookupError(stem)
 

@@ -266,6 +266,12 @@ class Scorer:
 
         The dropout multiplier is the one that is best on validation.
         """
+        if not jax.tree.leaves(self.dropout):
+            logging.warning(
+                "%s was trained without dropout, so all samples are the same; --eval.methods="
+                "deterministic gives their scores at once",
+                self.folder,
+            )
         score = functools.cache(score)  # The validation text may be asked for again.
         multipliers = parse_numbers("multipliers", self.options.multipliers)
         found, best = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers], 0

@@ -280,6 +280,16 @@ def test_minimised_temperature_is_no_worse_than_the_grid(workdir):
 
 
 @pytest.mark.slow
+def test_samples_without_dropout_are_said_to_be_the_same(workdir, caplog):
+    scorer = methods.Scorer(str(workdir), make_options())
+    scorer.mc()
+    assert "without dropout" not in caplog.text
+    scorer.dropout = type(scorer.dropout)()
+    scorer.mc()
+    assert f"{workdir} was trained without dropout, so all samples are the same" in caplog.text
+
+
+@pytest.mark.slow
 def test_a_run_that_is_still_going_on_says_which_step_was_used(workdir, caplog):
     (workdir / "results.json").unlink()
     with checkpoints.Checkpoints(workdir), caplog.at_level("INFO"):  # As the run holds it.
