@@ -95,7 +95,10 @@ def trained(monkeypatch):
         (["--mode=preflight", "--topology=v5e:2x2"], "--config is missing; give an experiment"),
         (["--mode=sweep"], "--config is missing; give an experiment"),
         (["--mode=sweep", TINY], "--set is missing; give sets of the experiment, as --set=rounds"),
-        (["--mode=sweep", WIKITEXT2, "--set=rounds"], "wikitext2.py has no sets to sweep over"),
+        (
+            ["--mode=sweep", WIKITEXT2, "--set=rounds"],
+            "experiments/wikitext2.py has no sets to sweep over",
+        ),
         (["--mode=sweep", ABLATION, "--workdir=x", "--set=rownds"], "rownds"),
         (["--mode=inspect"], "--workdir is missing"),
         (["--mode=inspect", "--workdir=none"], "none does not exist"),

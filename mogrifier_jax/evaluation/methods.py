@@ -268,8 +268,8 @@ class Scorer:
         """
         if not jax.tree.leaves(self.dropout):
             logging.warning(
-                "%s was trained without dropout, so all samples are the same; --eval.methods="
-                "deterministic gives their scores at once",
+                "%s was trained without dropout, so all samples are the same; the method without "
+                "mc gives their scores at once",
                 self.folder,
             )
         score = functools.cache(score)  # The validation text may be asked for again.

@@ -381,7 +381,7 @@ def _pull(
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
     d_xs, d_outputs = taps.part(written, (xs, all_outputs)) if joined else written
     d_xs = d_outputs[same[0]] if same else d_xs
-    d_vectors = {name: cells.sum_leading(v, 1) for name, v in d_vectors.items()}
+    d_vectors = {name: cells.widen(v).sum(0) for name, v in d_vectors.items()}
     return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs
 
 
