@@ -225,13 +225,12 @@ class RNN(nnx.RNN):
         """Runs the cell over sequences; the arguments mean what they mean in `nnx.RNN`."""
         given = dict(
             initial_carry=initial_carry,
-            seq_lengths=seq_lengths,
+            seq_lengths=layers.check_sequences(self.cell, inputs, seq_lengths),
             return_carry=return_carry,
             time_major=time_major,
             reverse=reverse,
             keep_order=keep_order,
         )
-        layers.check_sequences(self.cell, inputs, seq_lengths)
         found = self.in_linen()
         if found is None:
             return super().__call__(inputs, rngs=rngs, **given)

@@ -251,3 +251,18 @@ def test_the_gating_alone():
     assert_equal(gating(x, h), linen.apply({"params": params}, x, h))
     assert_equal(params, linen.init(nnx.Rngs(0).params(), x, h)["params"], 0)
     assert abs(gating(x, h)[0] - x).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["MogrifierElmanCell", "nnx.SimpleCell", "step by step"])
+def test_lengths_of_every_integer_dtype_mean_what_int32_means(name):
+    cell = flax_or_ours("nnx.SimpleCell" if name == "step by step" else name)
+    rnn = mogrifier_jax.nnx.RNN(cell, return_carry=True, fast=name != "step by step")
+    xs = np.random.default_rng(0).standard_normal((3, 300, D)).astype(np.float32)
+    lengths = np.array([100, 0, 7])
+    expected = rnn(xs, seq_lengths=lengths.astype(np.int32))
+    for dtype in ("int8", "int64", "uint8", "uint32"):
+        assert_equal(rnn(xs, seq_lengths=lengths.astype(dtype)), expected, 0)
+    other = rnn(xs, seq_lengths=lengths + 1)
+    assert abs(jax.tree.leaves(other[0])[-1] - jax.tree.leaves(expected[0])[-1]).max() > 1e-2
+    with pytest.raises(errors.UsageError, match="must not be negative"):
+        rnn(xs, seq_lengths=-lengths)

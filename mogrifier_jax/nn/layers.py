@@ -4,6 +4,7 @@ Axes: D input features, H hidden features. The modules follow `nn.RNNCellBase`, 
 `nn.RNN` and `nn.Bidirectional`. The `RNN` of `rnn.py` runs them over a sequence faster.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, taps
@@ -384,17 +386,38 @@ def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax
     return params
 
 
-def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> None:
-    """Refuses a cell, inputs or lengths that an RNN of linen or NNX cannot run."""
+def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> jax.Array | None:
+    """Refuses what an RNN of linen or NNX cannot run; returns the lengths as int32."""
     check(
         hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
         f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
         "cell, and an array [..., time, features]",
     )
     check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
+    return None if seq_lengths is None else _read_lengths(seq_lengths)
+
+
+def _read_lengths(seq_lengths: Any) -> jax.Array:
+    """Lengths of any integer dtype as int32: a narrow or unsigned one would wrap around."""
+    lengths, message = seq_lengths, "must be an array of one integer for each sequence"
     try:
-        lengths = jnp.zeros(0, int) if seq_lengths is None else jnp.asarray(seq_lengths)
-    except (TypeError, ValueError):
-        lengths = jnp.zeros(0)
-    message = f"seq_lengths {seq_lengths!r} must be an array of one integer for each sequence"
-    check(jnp.issubdtype(lengths.dtype, jnp.integer), message)
+        if not isinstance(lengths, jax.core.Tracer) and getattr(
+            lengths, "is_fully_addressable", True
+        ):
+            lengths = np.asarray(lengths)
+    except (TypeError, ValueError):  # Such as a list with traced values.
+        with contextlib.suppress(TypeError, ValueError):
+            lengths = jnp.asarray(lengths)
+    dtype = getattr(lengths, "dtype", np.dtype(object))
+    check(jnp.issubdtype(dtype, jnp.integer), f"seq_lengths {seq_lengths!r} {message}")
+    longest = 2**31 - 1  # A length beyond it is longer than any sequence, and stays so.
+    if isinstance(lengths, np.ndarray):
+        signed = jnp.issubdtype(dtype, jnp.signedinteger)
+        check(
+            not (signed and (lengths.astype(np.int64) < 0).any()),
+            f"seq_lengths {seq_lengths!r} must not be negative; give 0 for an empty sequence",
+        )
+        lengths = np.minimum(lengths.astype(np.uint64), np.uint64(longest))
+    elif jnp.iinfo(dtype).max > longest:
+        lengths = jnp.minimum(lengths, longest)
+    return jnp.asarray(lengths.astype(np.int32))

@@ -56,7 +56,7 @@ class RNN(nn.RNN):
         deterministic: bool | None = None,
     ) -> Any:
         """Takes the arguments of `nn.RNN`; `deterministic` turns all masks off."""
-        layers.check_sequences(self.cell, inputs, seq_lengths)
+        seq_lengths = layers.check_sequences(self.cell, inputs, seq_lengths)
         if not isinstance(self.cell, layers.Cell):
             given = dict(
                 initial_carry=initial_carry,

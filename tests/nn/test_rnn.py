@@ -453,3 +453,46 @@ def test_misfitting_input_is_explained(options, given, words):
     run = functools.partial(rnn.RNN(cell, **options).apply, variables)
     with pytest.raises(errors.UsageError, match=words):
         run(**{"inputs": xs, "rngs": {"dropout": jax.random.key(0)}, **given})
+
+
+INTEGERS = ("int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64")
+LONG = 300  # Longer than int8 and uint8 can say.
+
+
+def run_long(name, lengths, traced, **options):
+    """Carry and outputs of a long sequence."""
+    cell = (OURS | FLAXS)[name]()
+    variables, xs = problem(cell, (B, LONG, D))
+    run = functools.partial(rnn.RNN(cell).apply, variables, xs, return_carry=True)
+    if not traced:
+        return run(seq_lengths=lengths, **options)
+    return jax.jit(lambda lengths: run(seq_lengths=lengths, **options))(lengths)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    "name", quick.mostly_slow(["lstm", "elman", "nn.GRUCell", "nn.OptimizedLSTMCell"], "elman")
+)
+def test_lengths_of_every_integer_dtype_mean_what_int32_means(name, traced):
+    with jax.enable_x64(True):
+        lengths = np.array([100, 0, 7])
+        for options in ({}, {"reverse": True, "keep_order": True}):
+            expected = run_long(name, lengths.astype(np.int32), traced, **options)
+            for dtype in INTEGERS:
+                found = run_long(name, lengths.astype(dtype), traced, **options)
+                assert_equal(found, expected, 0)
+            other = run_long(name, lengths.astype(np.int32) + 1, traced, **options)
+            assert abs(jax.tree.leaves(other[0])[-1] - jax.tree.leaves(expected[0])[-1]).max() > 0.1
+
+
+def test_lengths_beyond_int32_do_not_wrap_around():
+    whole = run_long("elman", np.full(B, LONG), traced=False)
+    for lengths in (np.full(B, 2**32 + 3), np.full(B, 2**63 + 3, np.uint64)):
+        assert_equal(run_long("elman", lengths, traced=False), whole, 0)
+
+
+@pytest.mark.parametrize("lengths", [[-1, 2, 3], np.array([5, -128, 1], np.int8)])
+def test_negative_lengths_are_refused(lengths):
+    for name in ("elman", "nn.GRUCell"):
+        with pytest.raises(errors.UsageError, match="must not be negative; give 0 for an empty"):
+            run_long(name, lengths, traced=False)
