@@ -44,6 +44,15 @@ REMEDIES = {
     errno.EIO: "the disk may be failing; copy what is there, and go on elsewhere",
 }
 
+# Settings of JAX that would give a run other random numbers, or other dtypes.
+NUMBERS = {
+    "jax_threefry_partitionable": True,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_random_seed_offset": 0,
+    "jax_enable_x64": False,
+    "jax_numpy_dtype_promotion": "standard",
+}
+
 # How JAX's messages about devices begin, and what this program says instead.
 DEVICES = {
     "RESOURCE_EXHAUSTED": "the devices have not enough memory ({}); lower the window, the batch "
@@ -92,6 +101,7 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UsageError(f"--mode={_MODE.value} is not known; use {', '.join(MODES)}")
     if _MODE.value == "config":
         return show_config()
+    fix_numbers()
     if _MODE.value == "preflight":
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
@@ -112,6 +122,16 @@ def main(argv: Sequence[str]) -> None:
         with sentences():
             check_outputs()
             {mode.__name__: mode for mode in modes}[_MODE.value]()
+
+
+def fix_numbers() -> None:
+    """Sets what JAX draws and computes with, so that a run never depends on the environment."""
+    for name, value in NUMBERS.items():
+        if getattr(jax.config, name) != value:
+            logging.warning(
+                "%s=%s is not used: a run has %s", name.upper(), getattr(jax.config, name), value
+            )
+            jax.config.update(name, value)
 
 
 @contextlib.contextmanager

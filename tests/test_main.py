@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -215,3 +216,30 @@ def test_the_real_command_line_says_it_too(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr == "UsageError: data.batch_size 0 must be at least 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_threefry_partitionable", False),
+        ("jax_default_prng_impl", "rbg"),
+        ("jax_random_seed_offset", 3),
+        ("jax_enable_x64", True),
+    ],
+)
+def test_the_environment_does_not_move_the_numbers_of_a_run(name, value, caplog):
+    def draw():
+        numbers = jax.random.normal(jax.random.key(0), (3, 5))
+        return numbers.dtype, numbers.tolist()
+
+    expected = draw()
+    main.fix_numbers()
+    assert not caplog.text
+    try:
+        jax.config.update(name, value)
+        assert draw() != expected  # Control.
+        main.fix_numbers()
+        assert draw() == expected
+    finally:
+        jax.config.update(name, main.NUMBERS[name])
+    assert f"{name.upper()}={value} is not used" in caplog.text

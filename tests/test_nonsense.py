@@ -1,6 +1,8 @@
 """Nonsense from Python, in experiment files and in the environment: one sentence each."""
 
+import copy
 import math
+import pathlib
 
 import flax.linen as nn
 import flax.nnx
@@ -45,6 +47,12 @@ NONSENSE = {
     "num_samples": (lambda m: m.generate(num_samples=10**12), "num_samples .* must be at most"),
     "length": (lambda m: m.generate(length=2.5), "length 2.5 must be a whole number"),
     "save": (lambda m: m.save("/proc/nothing/x"), "cannot be written"),
+    "save to a bucket": (lambda m: m.save("gs://a/b"), "path=gs://a/b is an address"),
+    "save to a bucket's path": (
+        lambda m: m.save(pathlib.Path("s3://a/b")),
+        "path=s3:/a/b is an address",
+    ),
+    "weights": (lambda m: spoiled(m).generate(length=3), "logits after token 0 are not finite"),
     "save a folder": (lambda m: m.save("/"), "cannot be written"),
     "eval.window": (lambda m: score(window=-1), "eval.window -1 must be at least 1"),
     "eval.multipliers": (lambda m: score(multipliers="1,nan"), "eval.multipliers nan must be"),
@@ -72,6 +80,12 @@ NONSENSE = {
     "initial_carry": (lambda m: run_linen(initial_carry=5), "initial_carry 5 is not a carry"),
     "remat_window": (lambda m: run_linen(remat_window=2.5), "remat_window 2.5 must be a whole"),
 }
+
+
+def spoiled(model):
+    other = copy.copy(model)
+    other.params = jax.tree.map(lambda leaf: leaf.at[..., :1].set(jnp.nan), model.params)
+    return other
 
 
 def run_linen(remat_window=None, **given):

@@ -107,7 +107,6 @@ def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
 
     The file names no folder of this machine.
     """
-    path = pathlib.Path(path)
     workdirs.check_output(path, "path")
     config = loaded.config.copy_and_resolve_references()
     with config.unlocked():

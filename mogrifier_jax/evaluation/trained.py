@@ -220,7 +220,7 @@ class TrainedModel:
         # Only what restricts the tokens is compiled.
         fixed = Sampling(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         for first in range(0, total, CHUNK):
-            tokens, logits, carry = self._advance(
+            tokens, finite, logits, carry = self._advance(
                 {"params": self.params},
                 logits,
                 carry,
@@ -229,6 +229,12 @@ class TrainedModel:
                 jnp.float32(sampling.temperature),
                 sampling=fixed,
             )
+            if not finite:
+                raise errors.UsageError(
+                    f"the logits after token {first} are not finite, so nothing can be drawn: the "
+                    f"weights of {self.info['workdir']} have diverged; load another checkpoint, or "
+                    "train again with a lower learning rate"
+                )
             drawn = np.asarray(tokens)[:, max(0, len(ids) - first) : total - first]
             if drawn.size:
                 yield drawn
@@ -326,7 +332,11 @@ def _predict(model, params, window, expected, carry, temperature, *, top):
 
 
 def _advance(model, variables, logits, carry, key, forced, temperature, *, sampling):
-    """Draws or reads CHUNK tokens [B, CHUNK]; also returns the logits and carry after them."""
+    """Draws or reads CHUNK tokens [B, CHUNK]; also returns the logits and carry after them.
+
+    The second result says whether each distribution had a finite largest logit: NaNs draw tokens
+    too.
+    """
 
     def body(state, step):
         logits, carry = state
@@ -334,11 +344,12 @@ def _advance(model, variables, logits, carry, key, forced, temperature, *, sampl
         drawn = jax.random.categorical(key, sampling.restrict(logits / temperature))
         tokens = jnp.where(forced < 0, drawn, forced)
         logits, carry = model.apply(variables, tokens[:, None], carry, method="logits")
-        return (logits[:, 0].astype(jnp.float32), carry), tokens
+        logits = logits[:, 0].astype(jnp.float32)
+        return (logits, carry), (tokens, jnp.isfinite(logits.max(-1)).all())
 
     keys = jax.random.split(key, len(forced))
-    (logits, carry), tokens = jax.lax.scan(body, (logits, carry), (keys, forced))
-    return tokens.T, logits, carry
+    (logits, carry), (tokens, finite) = jax.lax.scan(body, (logits, carry), (keys, forced))
+    return tokens.T, finite.all(), logits, carry
 
 
 def _cut(ids: np.ndarray, first: int) -> np.ndarray:

@@ -155,6 +155,11 @@ def _read_rounds(
     groups: dict[str, list[list[_Map]]], sizes: tuple[int, int], rounds: int | None
 ) -> list[dict[str, np.ndarray]]:
     """The parameters of each round, in order."""
+    if rounds and not groups:
+        raise errors.UsageError(
+            f"rounds {rounds} needs gating maps, and there are none beside the LSTM; give the "
+            "state dict of the whole cell, or leave rounds out for a plain LSTM"
+        )
     if not groups or rounds == 0:
         return []
     if len(groups) == 1:

@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import secrets
 import subprocess
 import tempfile
@@ -46,11 +47,7 @@ _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 def check_place(workdir: str | os.PathLike) -> None:
     """Refuses a folder for a run that nothing can be written to, before any work."""
     name = os.fspath(workdir)
-    if "://" in name:
-        raise errors.UsageError(
-            f"--workdir={name} is an address, not a folder; give a folder of this machine, under "
-            "which the bucket may be mounted"
-        )
+    refuse_address(name, "--workdir")
     # The library that writes arrays reads a backslash as a slash, and names as UTF-8.
     if "\\" in name or "\0" in name or name != name.encode(errors="replace").decode():
         raise errors.UsageError(
@@ -63,6 +60,16 @@ def check_place(workdir: str | os.PathLike) -> None:
         raise errors.UsageError(
             f"--workdir={name} cannot be made: {there} is not a folder that can be written to; "
             "give another one"
+        )
+
+
+def refuse_address(path: str | os.PathLike, name: str) -> None:
+    """Refuses an address such as gs://bucket/run, which would become a folder named gs: here."""
+    # pathlib makes gs:/bucket of gs://bucket.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
+        raise errors.UsageError(
+            f"{name}={os.fspath(path)} is an address, not a path, and cannot be written; give a "
+            "path of this machine, under which the bucket may be mounted"
         )
 
 
@@ -227,6 +234,7 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     The file has a random name that no other file has, and is synced to the disk before it is
     renamed. A device, such as /dev/stdout, is written to directly.
     """
+    refuse_address(path, "path")
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
@@ -257,10 +265,10 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
     """Refuses a place for results that cannot be written to, before they are computed."""
     if not path:
         return
-    address = "://" in os.fspath(path)
+    refuse_address(path, flag)
     path = pathlib.Path(path)
     try:
-        if address or path.is_dir():
+        if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is not a file")
         if path.exists():
             path.open("ab").close()

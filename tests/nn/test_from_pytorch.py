@@ -217,6 +217,7 @@ def change(layout, drop=(), rename=(), **more):
         (change(plain, lstm__weight_ih=draw(4 * H, D) * 1j), {}, r"holds complex.* real numbers"),
         (change(plain, lstm__weight_hh=draw(4 * H)), {}, r"are not of an LSTM"),
         ([], {}, r"a mapping of names to tensors"),
+        (change(plain), {"rounds": 5}, r"rounds 5 needs gating maps, and there are none"),
         (change(shared_pair), {"rounds": -1}, r"rounds -1 must be a whole number"),
         (
             change(two_lists, rename=[("Q.", "a."), ("R.", "b.")]),
