@@ -19,7 +19,8 @@ import pytest
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import pretrained, scoring
-from mogrifier_jax.training import checkpoints, metrics, runs, train, workdirs
+from mogrifier_jax.training import checkpoints, metrics, progress, runs, train, workdirs
+from tests import test_files
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -298,10 +299,18 @@ def test_outputs_are_checked_before_the_work(place, tmp_path, monkeypatch):
     workdirs.check_output("new/fine.json", "--json")  # Control.
 
 
+ROW = {"method": "mc", "text": "valid", "nats": 1.5, "tokens": 3}
+EVALUATION = {
+    **{"workdir": "x", "which": "best", "step": 1, "unit": "bpc", "finished": True},
+    "run": {"corpus": "text", "model": "lstm", "params": "1k"},
+    "results": [ROW],
+}
+
+
 def test_parallel_evaluations_keep_each_others_results(tmp_path):
     def evaluate(number):
-        evaluation = {"which": "best", "step": 1, "unit": "bpc", "results": []}
-        row = {"method": f"m{number}", "text": "valid"}
+        evaluation = EVALUATION | {"results": []}
+        row = ROW | {"method": f"m{number}"}
         scoring.keep_row(str(tmp_path), evaluation, row)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -309,12 +318,19 @@ def test_parallel_evaluations_keep_each_others_results(tmp_path):
     assert len(scoring.read_evaluation(str(tmp_path))["results"]) == 24
 
 
-@pytest.mark.parametrize("rows", [5, [5], [{}], [{"method": "x"}]])
-def test_damaged_evaluations_are_named(tmp_path, rows):
-    workdirs.write_json(tmp_path, "evaluation.json", {"results": []})
-    scoring.read_evaluation(str(tmp_path))  # Control.
-    workdirs.write_json(tmp_path, "evaluation.json", {"results": rows})
-    with pytest.raises(errors.UsageError, match=r"evaluation.json holds no results; delete it"):
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"results": rows} for rows in (5, [5], [{}], [{"method": "x"}])),
+        *({"results": [ROW | change]} for change in ({"nats": "1"}, {"tokens": None})),
+        *({"step": "1"}, {"unit": "bits"}, {"run": []}, {"run": {}}, {"workdir": None}),
+    ],
+)
+def test_damaged_evaluations_are_named(tmp_path, changed):
+    workdirs.write_json(tmp_path, "evaluation.json", EVALUATION)
+    scoring.to_markdown([scoring.read_evaluation(str(tmp_path))])  # Control.
+    workdirs.write_json(tmp_path, "evaluation.json", EVALUATION | changed)
+    with pytest.raises(errors.UsageError, match=r"evaluation.json is not as it was.*; delete it"):
         scoring.read_evaluation(str(tmp_path))
 
 
@@ -375,7 +391,17 @@ def test_what_no_run_depends_on_is_begun_anew(folder, content, caplog):
     assert kept and (content == "list" or "version.json" in caplog.text)
 
 
-@pytest.mark.parametrize("line", [b"\xff\n", b"5\n", b"{}\n", b'{"step": "x", "kind": "eval"}\n'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"\xff\n", b"5\n", b"{}\n", b'{"step": "x", "kind": "eval"}\n'),
+        b'{"step": 1, "kind": "eval", "valid_nats": [1.0]}\n',
+        b'{"step": 1, "kind": "eval", "valid_nats": "much"}\n',
+        b'{"step": -1, "kind": "train"}\n',
+        b'{"step": 1, "kind": ["train"]}\n',
+        b'{"step": 1, "kind": "eval", "turn": {}}\n',
+    ],
+)
 def test_damaged_metrics_are_named_and_kept(tmp_path, caplog, line):
     good = b'{"step": 1, "kind": "train"}\n'
     (tmp_path / "metrics.jsonl").write_bytes(good + line)
@@ -383,6 +409,73 @@ def test_damaged_metrics_are_named_and_kept(tmp_path, caplog, line):
     assert (tmp_path / "metrics.jsonl").read_bytes() == good
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == good + line
     assert "not a record" in caplog.text
+
+
+def test_metrics_without_scores_are_drawn_as_far_as_they_go(tmp_path):
+    lines = ({"step": 1, "kind": "eval", "best": True}, {"step": 2, "kind": "train"})
+    lines += ({"step": 3, "kind": "train", "loss_nats": "nan"}, {"step": 4, "kind": "new", "x": []})
+    lines += ({"step": 3, "kind": "train", "loss_nats": 2.5},)
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert progress.learning_curve(tmp_path).exists()
+
+
+FILES = ("checkpoints/3/info/info.json", "checkpoints/3/state/manifest.ocdbt", "results.json")
+FILES += ("config.json", "vocabulary.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    error = test_files.in_time(pretrained.load_weights, folder)
+    assert isinstance(error, errors.UsageError) and path.name in str(error)
+
+
+@pytest.mark.parametrize("name", ["speed.jsonl", "metrics.jsonl"])
+def test_a_pipe_in_place_of_metrics_does_not_hang(tmp_path, name, caplog):
+    os.mkfifo(tmp_path / name)
+    found = test_files.in_time(metrics.MetricWriter, tmp_path, 1)
+    if name == "metrics.jsonl":
+        assert isinstance(found, errors.UsageError) and "metrics.jsonl is not a file" in str(found)
+    else:
+        found.close()
+        assert (tmp_path / "speed.jsonl.damaged").is_fifo() and "speed.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("check", [workdirs.check_output, workdirs.replace_text])
+def test_a_pipe_that_nobody_reads_is_no_output(tmp_path, check):
+    os.mkfifo(tmp_path / "pipe")
+    assert isinstance(test_files.in_time(check, tmp_path / "pipe", "--json"), Exception)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # Control.
+    assert test_files.in_time(check, tmp_path / "pipe", "--json") is None
+    os.close(reader)
+
+
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("step", "1"),
+        ("best_step", "[]"),
+        ("info", "5"),
+        ("info", DEEP),
+        ("leaves", "{}"),
+        ("leaves", '{"params": 5}'),
+        ("leaves", '{"params": {"shape": 5, "dtype": 1, "checksum": 1}}'),
+        ("seal", "[1]"),
+    ],
+)
+def test_wrong_content_with_a_right_digest_is_refused(folder, name, content):
+    """As somebody who edits the file, and its digest, would leave it."""
+    path = folder / "checkpoints" / "3" / "info" / "info.json"
+    sealed = json.loads(path.read_text())
+    sealed["content"][name] = json.loads(content)
+    path.write_text(json.dumps(checkpoints._seal(sealed["content"])))
+    with pytest.raises(errors.UsageError, match=r"info.json|another state|copy of"):
+        pretrained.load_weights(folder)
 
 
 # The rest.

@@ -17,8 +17,8 @@ ALLOWED = {
     "analysis": {"nn", "data", "training", "evaluation"},
 }
 # The modules beside the rooms that they may import.
-COMMON = {room: {"errors", "configs", "partitioning", "distributed"} for room in ALLOWED}
-COMMON |= {"nn": {"errors"}, "data": {"errors"}}
+COMMON = {room: {"errors", "files", "configs", "partitioning", "distributed"} for room in ALLOWED}
+COMMON |= {"nn": {"errors"}, "data": {"errors", "files"}}
 
 
 # Both are imported when they are called: a method of the public model opens the page, and what

@@ -133,7 +133,7 @@ def parse_seeds(text: str) -> list[int]:
 
 def is_done(folder: pathlib.Path) -> bool:
     """Whether a run has ended, with a result or because it diverged."""
-    return (folder / "results.json").exists() or "diverged" in read_record(folder)
+    return (folder / "results.json").exists() or "diverged" in tables.read_record(folder)
 
 
 def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
@@ -249,24 +249,15 @@ def finished(job: Job, code: int) -> bool:
 
 def add_seconds(job: Job, began: float, cores: Collection[int] = ()) -> None:
     """Adds the time since this start to the record of a run that had all cores, or these."""
-    spent = read_record(job.folder).get("seconds", 0.0) + time.monotonic() - began
+    spent = tables.read_record(job.folder).get("seconds", 0.0) + time.monotonic() - began
     write_record(job.folder, seconds=round(spent, 1), hardware=hardware(cores))
-
-
-_REMEDY = "restore it from a copy, or delete that folder to run it again"
-
-
-def read_record(folder: pathlib.Path) -> dict[str, Any]:
-    """The record that a sweep keeps of a run: seconds, hardware, and whether it diverged."""
-    path = folder / "sweep.json"
-    return workdirs.read_json(path, dict, _REMEDY) if path.exists() else {}
 
 
 def write_record(folder: pathlib.Path, **values: Any) -> None:
     """Sets values in the record of a run and keeps the others."""
     folder.mkdir(parents=True, exist_ok=True)
     with workdirs.locked(folder):
-        workdirs.write_json(folder, "sweep.json", {**read_record(folder), **values})
+        workdirs.write_json(folder, "sweep.json", {**tables.read_record(folder), **values})
 
 
 def hardware(cores: Collection[int] = ()) -> str:
@@ -278,8 +269,8 @@ def hardware(cores: Collection[int] = ()) -> str:
 
 def describe(folder: pathlib.Path) -> str:
     """The result of a run that is done, in a few words."""
-    record = read_record(folder)
+    record = tables.read_record(folder)
     if "diverged" in record:
         return "diverged"
-    results = workdirs.read_json(folder / "results.json", dict, _REMEDY)
-    return f"valid {results['valid_nats']:.4f} nats, {progress.span(record['seconds'])}"
+    nats = tables.read_results(folder)["valid_nats"]
+    return f"valid {nats:.4f} nats, {progress.span(record.get('seconds', 0.0))}"

@@ -22,13 +22,16 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import configs
+from mogrifier_jax import configs, errors, files
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import metrics, progress, runs, workdirs
 
 SPLITS = ("valid", "test")
+REMEDY = "restore it from a copy, or delete that folder to run it again"
+RESULTS = workdirs.RESULTS | dict.fromkeys(("valid_nats", "test_nats"), files.Number(float))
+RECORD = {"seconds?": files.Number(float), "hardware?": str, "diverged?": str}  # Of sweep.json.
 _SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
 
 Rows = Sequence[Mapping[str, Any]]
@@ -56,13 +59,16 @@ def collect(each: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]) ->
 
 def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[str, Any]:
     """Scores, sizes and costs of several runs of one config."""
-    results = [workdirs.read_json(folder / "results.json", dict) for folder in folders]
-    unit = unit or next(key.removeprefix("valid_") for key in results[0] if key in _SCORES)
+    results = [read_results(folder) for folder in folders]
+    found = [key.removeprefix("valid_") for key in results[0] if key in _SCORES]
+    if not (unit or found):
+        raise errors.UsageError(f"{folders[0] / 'results.json'} has no score; {REMEDY}")
+    unit = unit or found[0]
     config = workdirs.read_config(folders[0])
     vocab = corpora.Vocabulary.from_json(workdirs.read_vocabulary(folders[0]))
     model = runs.make_model(config, len(vocab))
-    records = [_read(folder / "sweep.json", {}) for folder in folders]
-    starts = [start for folder in folders for start in _read(folder / "version.json", [])]
+    records = [read_record(folder) for folder in folders]
+    starts = [start for folder in folders for start in _read_starts(folder / "version.json")]
     summary: dict[str, Any] = {
         "unit": unit,
         "runs": ["/".join(folder.parts[-2:]) for folder in folders],
@@ -226,12 +232,24 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 def _read_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     """Steps and validation nats of every evaluation of a run."""
-    records = [r for r in metrics.read_metrics(folder) if r["kind"] == "eval"]
-    return [(record["step"], float(record["valid_nats"])) for record in records]
+    steps, nats = progress.find_points(metrics.read_metrics(folder), "eval", "valid_nats")
+    return list(zip(map(int, steps), map(float, nats), strict=True))
 
 
-def _read(path: pathlib.Path, default: Any) -> Any:
-    return workdirs.read_json(path) if path.exists() else default
+def read_results(folder: pathlib.Path) -> dict[str, Any]:
+    """The results.json of a run that has ended."""
+    return files.read_json(folder / "results.json", RESULTS, REMEDY)
+
+
+def read_record(folder: pathlib.Path) -> dict[str, Any]:
+    """The record that a sweep keeps of a run: seconds, hardware, and whether it diverged."""
+    path = folder / "sweep.json"
+    return files.read_json(path, RECORD, REMEDY) if path.exists() else {}
+
+
+def _read_starts(path: pathlib.Path) -> list[dict[str, Any]]:
+    schema = [{"commit?": (str, None)}]
+    return files.read_json(path, schema, "delete it") if path.exists() else []
 
 
 def _show_x(x: float | str | None) -> str:

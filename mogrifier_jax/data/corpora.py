@@ -20,7 +20,7 @@ import numpy as np
 import tqdm
 from etils import epath
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 
 SOURCE_VARIABLE = "MOGRIFIER_DATA_DIR"
 CACHE_VARIABLE = "MOGRIFIER_CACHE_DIR"
@@ -28,6 +28,7 @@ CACHE_VARIABLE = "MOGRIFIER_CACHE_DIR"
 EOS = "▼"
 UNKNOWN = "<UNK>"
 LEVELS = ("word", "character", "byte")
+VOCABULARY = {"level": LEVELS, "tokens": [str]}
 
 _NEWLINE, _RETURN = 10, 13
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"  # What `str.splitlines` cuts at.
@@ -51,6 +52,11 @@ class Vocabulary:
 
     def __post_init__(self):
         check_level(self.level)
+        if len(self.ids) < len(self):
+            raise errors.UsageError(
+                f"a vocabulary of {len(self)} tokens has only {len(self.ids)} different ones; make "
+                "it with Vocabulary.from_text or Vocabulary.from_tokens"
+            )
         for special in (EOS, UNKNOWN):
             if special not in self.ids:
                 raise errors.UsageError(
@@ -83,13 +89,9 @@ class Vocabulary:
     @classmethod
     def from_json(cls, text: str) -> "Vocabulary":
         """Reads what `to_json` wrote."""
-        try:
-            fields = json.loads(text)
-            return cls(tuple(fields["tokens"]), fields["level"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise errors.UsageError(
-                f"not a saved vocabulary ({error}); it is the JSON text of Vocabulary.to_json"
-            ) from error
+        remedy = "give the JSON text of Vocabulary.to_json"
+        fields = files.parse_json(text, VOCABULARY, "the vocabulary", remedy)
+        return cls(tuple(fields["tokens"]), fields["level"])
 
     def to_json(self) -> str:
         """A text with all that encoding and decoding need."""

@@ -9,16 +9,15 @@ After each window is scored, every weight θ changes by this rule:
 g is the gradient of the window's summed nats, θ₀ the trained weight, and η, ρ, ε are the numbers of
 `UpdateRule`. RMS is the root of the mean squared gradient over windows of the training text. m is
 the mean of RMS over all weights. These statistics take a pass over much of the training text, so
-the workdir keeps them, with a digest of everything that they depend on. Adaptations differ in their
-settings or in their dropout masks. Each has its own weights and its own state. They are spread over
-the mesh axis "data".
+the workdir keeps them, with a digest of them and of everything that they depend on. Adaptations
+differ in their settings or in their dropout masks. Each has its own weights and its own state. They
+are spread over the mesh axis "data".
 """
 
 import functools
 import math
 import os
 import pathlib
-import zipfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import montecarlo, pretrained
 from mogrifier_jax.nn import models
@@ -305,38 +304,46 @@ def cached_statistics(
     batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
     path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
     sizes = (step, batch, window, max_windows)
-    digest = pretrained.digest_arrays(repr(sizes), leaves.to_arrays((params, plan.stream)))
-    found = _read(path, digest, params)
+    origin = pretrained.digest_arrays(repr(sizes), leaves.to_arrays((params, plan.stream)))
+    found = _read(path, origin, params)
     if found is None:
         found = gradient_statistics(model, params, plan, max_windows=max_windows)
-        _write(path, digest, found)
+        _write(path, origin, found)
     return found
 
 
-def _read(path: pathlib.Path, digest: str, params: Any) -> Statistics | None:
+_ARRAYS = {
+    "digest": files.Array("U", 0),
+    "mean": files.Array("f", 0),
+    "losses": files.Array("f", 1),
+}
+
+
+def _read(path: pathlib.Path, origin: str, params: Any) -> Statistics | None:
+    """What `_write` wrote for this origin; None if there is no such file, or it is another."""
     if not path.exists():
         return None
     try:
-        # np.load leaves a damaged file open if it opens the file itself.
-        with path.open("rb") as file, np.load(file) as arrays:
-            if str(arrays["digest"]) == digest:
-                rms = [arrays[f"rms.{name}"] for name in leaves.name_leaves(params)]
-                rms = jax.tree.unflatten(jax.tree.structure(params), map(jnp.asarray, rms))
-                logging.info("gradient statistics are read from %s", path)
-                return Statistics(rms, jnp.asarray(arrays["mean"]), arrays["losses"])
-        logging.info("%s belongs to other weights or another text; it is made again", path)
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        logging.warning("%s cannot be read (%s); it is made again", path, error)
-    return None
-
-
-def _write(path: pathlib.Path, digest: str, statistics: Statistics) -> None:
-    rms = {f"rms.{name}": np.asarray(a) for name, a in leaves.name_leaves(statistics.rms).items()}
-    with workdirs.replacing(path) as file:
-        np.savez(
-            file,
-            digest=np.array(digest),
-            mean=np.asarray(statistics.mean),
-            losses=statistics.losses,
-            **rms,  # type: ignore[arg-type]
+        arrays = files.read_arrays(path, _ARRAYS, remedy="")
+    except errors.UsageError as error:
+        logging.warning("%s; it is made again", error)
+        return None
+    digest = str(arrays.pop("digest"))
+    if digest != pretrained.digest_arrays(origin, dict(sorted(arrays.items()))):
+        logging.warning(
+            "%s belongs to other weights or another text, or was changed; it is made again", path
         )
+        return None
+    rms = [jnp.asarray(arrays[f"rms.{name}"]) for name in leaves.name_leaves(params)]
+    logging.info("gradient statistics are read from %s", path)
+    rms = jax.tree.unflatten(jax.tree.structure(params), rms)
+    return Statistics(rms, jnp.asarray(arrays["mean"]), arrays["losses"])
+
+
+def _write(path: pathlib.Path, origin: str, statistics: Statistics) -> None:
+    """Writes statistics with a digest of them and of what they were computed from."""
+    arrays = {f"rms.{n}": np.asarray(a) for n, a in leaves.name_leaves(statistics.rms).items()}
+    arrays |= {"mean": np.asarray(statistics.mean), "losses": np.asarray(statistics.losses)}
+    digest = pretrained.digest_arrays(origin, dict(sorted(arrays.items())))
+    with workdirs.replacing(path) as file:
+        np.savez(file, digest=np.array(digest), **arrays)  # type: ignore[arg-type]

@@ -23,11 +23,22 @@ from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import corpora, tasks
 from mogrifier_jax.training import checkpoints, leaves, runs, schedule, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
+METADATA = {  # What is JSON in the metadata of a file to share.
+    "config": dict,
+    "vocabulary": dict,
+    "temperature": (files.Number(float, 0.0), None),
+    "info": {
+        "which": ("best", "latest"),
+        "step": files.COUNT,
+        "total_steps": files.COUNT,
+        "finished": bool,
+    },
+}
 
 
 class Pretrained(NamedTuple):
@@ -74,7 +85,7 @@ def load_weights(
     total = config.schedule.turns * config.schedule.steps_per_turn
     path = pathlib.Path(workdir) / "results.json"
     finished = path.exists()
-    results = workdirs.read_json(path, dict) if finished else {}
+    results = files.read_json(path, workdirs.RESULTS) if finished else {}
     if restored is None:
         raise errors.UsageError(
             f"{workdir} has no checkpoint yet: the first one is written after the first "
@@ -83,8 +94,8 @@ def load_weights(
     if not finished:
         used = f"its {which} checkpoint so far, of step {restored.step} of {total}"
         logging.info("the run in %s has not ended; using %s", workdir, used)
-    elif which == "best" and results.get("step") != restored.step:
-        left = f"{path} is of the best checkpoint of step {results.get('step')}"
+    elif which == "best" and results["step"] != restored.step:
+        left = f"{path} is of the best checkpoint of step {results['step']}"
         logging.warning("%s, and that of step %d is used", left, restored.step)
     return Pretrained(
         config=config,
@@ -147,10 +158,13 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
     if metadata.pop("digest", None) != _digest(arrays, metadata):
         raise errors.UsageError(f"{path} is damaged: its digest is another; copy it again")
     try:
-        config = workdirs.config_from_json(json.loads(metadata["config"]))
+        parts = {
+            name: files.parse_json(metadata[name], schema, f"its {name}", remedy="")
+            for name, schema in METADATA.items()
+        }
+        config = workdirs.config_from_json(parts["config"])
         vocab = corpora.Vocabulary.from_json(metadata["vocabulary"])
-        info = {**json.loads(metadata["info"]), "workdir": str(path)}
-        temperature = json.loads(metadata["temperature"])
+        info = {**parts["info"], "workdir": str(path)}
         model = runs.make_model(config, len(vocab))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise errors.UsageError(
@@ -168,7 +182,7 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
             )
     params = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[n] for n in expected])
     params = jax.device_put(params, _place(mesh))
-    return Pretrained(config, model, vocab, params, temperature, info)
+    return Pretrained(config, model, vocab, params, parts["temperature"], info)
 
 
 def export(workdir: str, output: str | None = None) -> None:
@@ -287,7 +301,7 @@ def read_file(loaded: Pretrained, path: str | os.PathLike) -> Texts:
         lambda name, *args, **options: plan(*args, **options),
         lambda name: len(split.line_starts),
         True,
-        {"source": str(path), "unknown_tokens": unknown},
+        {"source": os.path.abspath(path), "unknown_tokens": unknown},
     )
 
 
@@ -305,10 +319,7 @@ def unit_of(corpus: str, level: str) -> str:
 
 def read_text(vocab: corpora.Vocabulary, path: str | os.PathLike) -> str | bytes:
     """The content of a file: bytes for a vocabulary of bytes, otherwise UTF-8 text."""
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise errors.UsageError(f"{path} is not a file; give one of text")
-    content = path.read_bytes()
+    content = files.read_bytes(path, "give a file of text")
     if vocab.level == "byte":
         return content
     try:

@@ -3,7 +3,8 @@
     python -m mogrifier_jax.main --mode=evaluate --workdir=runs/ptb --eval.methods=deterministic,mc
 
 Results are added to `evaluation.json` in the workdir, and the score of every token goes to
-`tokens/<method>_<text>.npz`. Several workdirs make a table in Markdown, with the paper's numbers
+`tokens/<method>_<split>.npz`, or `tokens/<method>_text_<name>_<digest of its path>.npz` for
+`--eval.text`. Several workdirs make a table in Markdown, with the paper's numbers
 beside theirs. `methods.py` lists the options and does the scoring.
 
 A file of tokens is a compressed .npz with the arrays `tokens` [N] int32 and `nats` [N] float32, in
@@ -13,10 +14,10 @@ files make an ensemble.
 
 import hashlib
 import json
+import math
 import os
 import pathlib
 import time
-import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,31 @@ import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors
+from mogrifier_jax import configs, errors, files
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, metrics, progress, workdirs
 
+EVALUATION = {  # Of evaluation.json.
+    **dict.fromkeys(("workdir", "which"), str),
+    "step": files.COUNT,
+    "unit": tuple(metrics.UNITS),
+    "finished": bool,
+    "run": {"corpus": str, "model": str, "params": str},
+    "results": [
+        {
+            "method": str,
+            "text": str,
+            "nats": (files.Number(float), None),
+            "tokens": files.COUNT,
+            "last_finite_nats?": float,
+            "source?": str,
+        }
+    ],
+}
+# Of a file of tokens.
+TOKENS = {"tokens": files.Array("iu", 1), "nats": files.Array("f", 1), "about": files.Array("U", 0)}
 # Keys of a result that `describe` shows elsewhere, or not at all.
 _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
 
@@ -132,7 +152,10 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
     row = {"method": method, "text": name, "stripes": scorer.options.stripes, **details}
     if name == "text":
         row |= scorer.texts.about
-        name = f"text_{pathlib.Path(scorer.options.text).stem}"
+        # Files of the same name in two folders are two texts.
+        place = os.path.abspath(scorer.options.text)
+        digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
+        name = f"text_{pathlib.Path(place).stem[:40]}_{digest}"
     scores = result
     if isinstance(result, dyneval.Outcome):
         scores = result.scores
@@ -157,13 +180,7 @@ def read_evaluation(folder: str) -> dict[str, Any]:
         raise errors.UsageError(
             f"{path} does not exist; evaluate that run first, with --eval.methods"
         )
-    found = workdirs.read_json(path, dict, "delete it and evaluate again")
-    rows = found.get("results")
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and {"method", "text"} <= row.keys() for row in rows
-    ):
-        raise errors.UsageError(f"{path} holds no results; delete it and evaluate again")
-    return found
+    return files.read_json(path, EVALUATION, "delete it and evaluate again")
 
 
 def describe(evaluation: Mapping[str, Any]) -> str:
@@ -183,7 +200,7 @@ def describe(evaluation: Mapping[str, Any]) -> str:
         lines: list[tuple[str, Any]] = []
         for row in rows:
             score = "diverged" if row["nats"] is None else metrics.show(row["nats"], unit)
-            nats = row["nats"] if row["nats"] is not None else row["last_finite_nats"]
+            nats = row["nats"] if row["nats"] is not None else row.get("last_finite_nats", math.nan)
             lines.append((row["text"], f"{score}  ({nats:.5f} nats, {row['tokens']:,} tokens)"))
         details = {k: v for row in rows for k, v in row.items() if k not in _SHOWN}
         sections[method] = lines + [(f"  {key}", value) for key, value in details.items()]
@@ -301,17 +318,16 @@ def write_tokens(
 
 def read_tokens(path: str | os.PathLike) -> tuple[evaluate.TokenScores, dict[str, Any]]:
     """The scores in a file of tokens, and its `about`."""
-    if not pathlib.Path(path).is_file():
-        raise errors.UsageError(f"{path} does not exist; give .npz files of --mode=evaluate")
-    try:
-        # np.load leaves a damaged file open if it opens the file itself.
-        with open(path, "rb") as file, np.load(file) as arrays:
-            about = json.loads(str(arrays["about"]))
-            return evaluate.TokenScores(arrays["tokens"], arrays["nats"]), about
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    remedy = "give .npz files that --mode=evaluate has written"
+    arrays = files.read_arrays(path, TOKENS, remedy)
+    about = files.parse_json(str(arrays["about"]), {"vocabulary": str}, f"{path}: about", remedy)
+    scores = evaluate.TokenScores(arrays["tokens"], arrays["nats"])
+    if len(scores.tokens) != len(scores.nats) or not len(scores.nats):
         raise errors.UsageError(
-            f"{path} is not a file of token scores ({error}); give one of --mode=evaluate"
-        ) from error
+            f"{path} has {len(scores.tokens):,} tokens and {len(scores.nats):,} nats, not one for "
+            f"each; {remedy}"
+        )
+    return scores, about
 
 
 def ensemble(paths: Sequence[str | os.PathLike]) -> tuple[evaluate.TokenScores, list[float], str]:

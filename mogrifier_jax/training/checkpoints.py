@@ -27,10 +27,21 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import leaves, workdirs
 
 Which = Literal["latest", "best"]
+_LEAF = {"shape": [files.COUNT], "dtype": str, "checksum": str, "key_kind?": str}
+SEALED = {
+    "content": {
+        "step": files.COUNT,
+        "best_step": (files.COUNT, None),
+        "info": dict,
+        "seal?": dict,
+        "leaves": {str: _LEAF},
+    },
+    "sha256": str,
+}
 
 
 class Restored(NamedTuple):
@@ -211,7 +222,7 @@ class Checkpoints:
     def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
         """The next step to try, read anew as a run may be writing; process 0 decides for all."""
         candidates = self.steps[::-1] if which == "latest" else self._best_steps(failures)
-        if which == "best" and not candidates and self.steps:
+        if which == "best" and not candidates and self.steps and not failures:
             raise errors.UsageError(
                 f"no readable checkpoint in {self._folder} names a best step; use the latest one"
             )
@@ -247,6 +258,8 @@ class Checkpoints:
             content = _read_content(path)
             self._check_seal(content.get("seal", {}))
             leaves.compare(content["leaves"], abstract_state, partial=partial)
+            if irregular := files.find_irregular(path):
+                raise OSError(f"{irregular} is not a file")
             arrays = leaves.read_arrays(path / "state", targets)
         except Exception as error:
             failure = error
@@ -340,8 +353,11 @@ def _digest(content: Any) -> str:
 
 def _read_content(path: pathlib.Path) -> dict[str, Any]:
     """The sealed JSON of a checkpoint; ValueError or OSError if it is not as it was written."""
-    sealed = json.loads((path / "info" / "info.json").read_bytes())
-    if not isinstance(sealed, dict) or sealed.get("sha256") != _digest(sealed.get("content")):
+    try:
+        sealed = files.read_json(path / "info" / "info.json", SEALED, remedy="")
+    except errors.UsageError as error:  # Damage, for which there may be another checkpoint.
+        raise OSError(str(error)) from None
+    if sealed["sha256"] != _digest(sealed["content"]):
         raise ValueError("info.json does not match its own checksum")
     if sealed["content"]["step"] != int(path.name):
         raise ValueError(f"it is a copy of the checkpoint of step {sealed['content']['step']}")

@@ -18,19 +18,31 @@ What is printed and drawn of it is in `progress.py`.
 
 import contextlib
 import importlib.util
+import io
 import json
 import math
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import workdirs
+
+_REMEDY = "restore it from a copy, or delete it"
+_VALUE = (float, "nan", "inf", "-inf")
+RECORD = {  # A line of metrics.jsonl.
+    "step": files.COUNT,
+    "kind": str,
+    **dict.fromkeys(("loss_nats?", "valid_nats?", "train_nats?", "temperature?"), _VALUE),
+    "turn?": files.COUNT,
+    **dict.fromkeys(("averaged?", "best?"), bool),
+}
 
 
 class Sum(NamedTuple):
@@ -105,16 +117,12 @@ class MetricWriter:
         workdir = pathlib.Path(workdir)
         path = workdir / "metrics.jsonl"
         last = -1 if resume_step is None else resume_step
-        records = read_metrics(workdir)
-        if path.exists() and len(records) != path.read_bytes().count(b"\n"):
-            shutil.copyfile(path, f"{path}.damaged")
-            logging.warning("%s is kept as %s.damaged, with what is left out", path, path.name)
-        kept = [record for record in records if record["step"] <= last]
-        workdirs.replace_text(path, "".join(f"{json.dumps(record)}\n" for record in kept))
         # The run may have been killed after writing these and before its next checkpoint.
-        self._repeated = {(r["step"], r["kind"]) for r in kept if r["step"] == last}
-        self._metrics = path.open("a")
-        self._speed = (workdir / "speed.jsonl").open("a" if resume_step is not None else "w")
+        self._repeated = _keep_lines(path, last)
+        self._metrics = io.TextIOWrapper(files.open_to_write(path, os.O_APPEND), "utf-8")
+        how = os.O_APPEND if resume_step is not None else os.O_TRUNC
+        speed = _free(workdir / "speed.jsonl")
+        self._speed = io.TextIOWrapper(files.open_to_write(speed, os.O_CREAT | how), "utf-8")
         self._board = _open_board(workdir / "tensorboard", last + 1)
 
     def __enter__(self) -> "MetricWriter":
@@ -152,25 +160,52 @@ class MetricWriter:
                     self._board.add_scalar(f"{group}/{key}", value, record["step"])
 
 
+def _keep_lines(path: pathlib.Path, last: int) -> set[tuple[int, str]]:
+    """Drops the lines beyond the step `last`; returns step and kind of those at this step."""
+    repeated: set[tuple[int, str]] = set()
+    there, whole = _count_lines(path) if os.path.lexists(path) else 0, 0
+    with workdirs.replacing(path) as file:
+        for line, record in read_lines(path) if there else ():
+            whole += 1
+            if record["step"] <= last:
+                file.write(line)
+                if record["step"] == last:
+                    repeated.add((record["step"], record["kind"]))
+        if whole != there:
+            shutil.copyfile(path, f"{path}.damaged")
+            logging.warning("%s is kept as %s.damaged, with what is left out", path, path.name)
+    return repeated
+
+
+def _count_lines(path: pathlib.Path) -> int:
+    with files.open_regular(path, _REMEDY) as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def _free(path: pathlib.Path) -> pathlib.Path:
+    """A path that a file can be written to: what is not a file there is moved aside."""
+    if os.path.lexists(path) and not path.is_file():
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+        logging.warning("%s was not a file; it is %s.damaged now", path, path.name)
+    return path
+
+
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """The records so far; a last line that is still being written is left out."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    if not path.exists():
-        return []
-    if not path.is_file():
-        raise errors.UsageError(f"{path} is not a file; restore it from a copy, or delete it")
-    records = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        whole = isinstance(record, dict) and {"step", "kind"} <= record.keys()
-        if whole and type(record["step"]) is int:
-            records.append(record)
-        else:
-            logging.warning("%s: this is not a record, left out: %r", path, line[:80])
-    return records
+    return [record for _, record in read_lines(path)] if path.exists() else []
+
+
+def read_lines(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every whole line with its record, one after the other; names lines that are no records."""
+    with files.open_regular(path, _REMEDY) as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield line, files.parse_json(line, RECORD, "it")
+            except errors.UsageError:
+                logging.warning("%s: this is not a record, left out: %r", path, line[:80])
 
 
 def _to_plain(value: Any) -> Any:

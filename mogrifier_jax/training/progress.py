@@ -286,7 +286,7 @@ def _mark_averaging(axes, records: list[dict[str, Any]]) -> None:
 
 
 def _mark_best(axes, records: list[dict[str, Any]], unit: str) -> None:
-    best = [r for r in records if r["kind"] == "eval" and r.get("best")]
+    best = [r for r in records if r["kind"] == "eval" and r.get("best") and "valid_nats" in r]
     if not best:
         return
     step, nats = best[-1]["step"], float(best[-1]["valid_nats"])

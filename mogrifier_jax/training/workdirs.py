@@ -5,8 +5,8 @@ vocabulary.json   the vocabulary
 version.json      for every start of the run: versions, commit and date
 .lock             held by whoever changes a file that others change too
 
-`replacing` writes every small file of the package, `read_json` reads it, `locked` keeps writers
-apart. `seal` is what checkpoints remember of config and vocabulary.
+`replacing` writes every small file of the package, `locked` keeps writers apart, and `files.py`
+reads what was written. `seal` is what checkpoints remember of config and vocabulary.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ from absl import logging
 from ml_collections import config_dict
 
 import mogrifier_jax
-from mogrifier_jax import configs, errors
+from mogrifier_jax import configs, errors, files
+from mogrifier_jax.data import corpora
 
 # What the weights and their scores depend on; the rest of a config is about how they were found.
 _SEALED = ("model", "data", "dropout", "averaging.kind")
@@ -41,6 +42,7 @@ FREE_KEYS = (
     *("mesh", "log_every", "data.source_dir", "data.data_dir"),
     "optimizer.accumulate_at_once",
 )
+RESULTS = {"step": files.COUNT}  # Of results.json; sweeps need the scores too.
 _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
 
@@ -79,7 +81,7 @@ def write_run_files(
     """Writes the files above; a resumed run with another vocabulary is refused."""
     workdir = pathlib.Path(workdir)
     path = workdir / "vocabulary.json"
-    if path.exists() and (not path.is_file() or path.read_bytes() != vocabulary_json.encode()):
+    if os.path.lexists(path) and files.read_bytes(path) != vocabulary_json.encode():
         raise errors.UsageError(
             f"the vocabulary of the corpus is not the one in {path}; use the corpus that the run "
             "was started with, restore the file if it is damaged, or use another workdir"
@@ -96,7 +98,7 @@ def _earlier_starts(path: pathlib.Path) -> list[Any]:
     if not path.exists():
         return []
     try:
-        return read_json(path, list)
+        return files.read_json(path, [dict])
     except errors.UsageError as error:
         os.replace(path, path.with_name("version.json.damaged"))
         logging.warning("%s; it is version.json.damaged now, and begun anew", error)
@@ -113,7 +115,7 @@ def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
             "give the --workdir of a run that was started"
         )
     try:
-        return config_from_json(read_json(path, dict))
+        return config_from_json(files.read_json(path, dict))
     except errors.UsageError as error:
         raise errors.UsageError(
             f"{path} is not a config as runs write it ({error}); restore it from a copy or use "
@@ -143,10 +145,9 @@ def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
 def read_vocabulary(workdir: str | os.PathLike) -> str:
     """The JSON text of the vocabulary of the run in a workdir."""
     path = pathlib.Path(workdir) / "vocabulary.json"
-    if not path.exists():
-        raise errors.UsageError(f"{path} does not exist; give the --workdir of a started run")
-    read_json(path)
-    return path.read_text()
+    text = files.read_text(path, "give the --workdir of a started run, or restore it from a copy")
+    files.parse_json(text, corpora.VOCABULARY, str(path))
+    return text
 
 
 def seal(config: config_dict.ConfigDict, vocabulary_json: str) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     refuse_address(path, "path")
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():
-        with path.open("wb") as file:
+        with files.open_to_write(path) as file:
             yield file
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +272,7 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is not a file")
         if path.exists():
-            path.open("ab").close()
+            files.open_to_write(path, os.O_APPEND).close()
         if not path.exists() or path.is_file():
             folder = path.absolute().parent
             there = next(place for place in (folder, *folder.parents) if place.exists())
@@ -312,19 +313,3 @@ def lock(file: IO[str]) -> bool:
         # Some network file systems have no locks: then nobody is kept out.
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True
-
-
-def read_json(path: str | os.PathLike, kind: type = object, remedy: str = "") -> Any:
-    """Reads a small file; what is wrong with it becomes a sentence that names it."""
-    remedy = remedy or "restore it from a copy or use another workdir"
-    if not pathlib.Path(path).is_file():  # A device has no end, and a pipe does not begin.
-        raise errors.UsageError(f"{path} is not a file; {remedy}")
-    try:
-        found = json.loads(pathlib.Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise errors.UsageError(f"{path} is not valid JSON ({error}); {remedy}") from None
-    if not isinstance(found, kind):
-        raise errors.UsageError(
-            f"{path} holds a {type(found).__name__} where a {kind.__name__} belongs; {remedy}"
-        )
-    return found

@@ -25,7 +25,7 @@ from absl import logging
 from optuna.storages import journal
 from optuna.trial import FrozenTrial, TrialState
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import workdirs
 from mogrifier_jax.tuning import studies, trials
 
@@ -114,7 +114,8 @@ def _check_workdir(workdir: str, name: str) -> bool:
     path = pathlib.Path(workdir) / "study.json"
     began = path.exists()
     if began:
-        there = workdirs.read_json(path, dict, "delete it, or use another --workdir").get("name")
+        remedy = "delete it, or use another --workdir"
+        there = files.read_json(path, {"name": str}, remedy)["name"]
         if there != name:
             raise errors.UsageError(
                 f"{workdir} belongs to the study {there!r}, this one is {name!r}; use another "

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import optuna
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors
+from mogrifier_jax import configs, errors, files
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import workdirs
 
@@ -109,7 +109,7 @@ def load(name: str) -> Study:
         return Study(name, parse_ranges(name, ranges), fixed)
     if os.path.isfile(name):
         path = pathlib.Path(name)
-        content = workdirs.read_json(path, remedy="see the example in docs/tuning.md")
+        content = files.read_json(path, remedy="see the example in docs/tuning.md")
         return Study(path.stem, parse_ranges(name, content))
     hint = _hint(name, PAPER, f"use {', '.join(PAPER)}")
     raise errors.UsageError(f"study {name!r} is unknown: {hint} (or give a JSON file of ranges)")

@@ -157,7 +157,9 @@ def trained(monkeypatch):
         if config.step == 9:
             raise errors.Interrupted("stopped")
         (pathlib.Path(workdir) / "results.json").parent.mkdir(parents=True, exist_ok=True)
-        (pathlib.Path(workdir) / "results.json").write_text('{"valid_nats": 1.5}')
+        (pathlib.Path(workdir) / "results.json").write_text(
+            '{"step": 1, "valid_nats": 1.5, "test_nats": 1.6}'
+        )
 
     monkeypatch.setattr(train, "train_and_evaluate", run)
     monkeypatch.setattr(tables, "write", lambda *args, **options: None)
@@ -170,13 +172,13 @@ def test_every_run_is_made_once_seed_by_seed(file, trained, tmp_path):
     assert trained == [f"{v}/seed{k}" for k in (1, 3) for v in ("a", "b", "a_cold")]
     sweeps.run(file, "both,cold", "1,3,4", str(tmp_path / "w"))
     assert trained[6:] == ["a/seed4", "b/seed4", "a_cold/seed4"]
-    assert sweeps.read_record(tmp_path / "w" / "a" / "seed1")["seconds"] >= 0
+    assert tables.read_record(tmp_path / "w" / "a" / "seed1")["seconds"] >= 0
 
 
 def test_a_run_that_diverges_does_not_end_the_sweep(file, trained, tmp_path):
     sweeps.run(file, "both", "2,1", str(tmp_path / "w"))
     assert trained == ["a/seed2", "b/seed2", "a/seed1", "b/seed1"]
-    assert "step 3" in sweeps.read_record(tmp_path / "w" / "b" / "seed2")["diverged"]
+    assert "step 3" in tables.read_record(tmp_path / "w" / "b" / "seed2")["diverged"]
     assert sweeps.describe(tmp_path / "w" / "b" / "seed2") == "diverged"
     sweeps.run(file, "both", "2,1", str(tmp_path / "w"))
     assert len(trained) == 4
@@ -204,7 +206,7 @@ if not code:
         time.sleep(0.01)  # Until the other one runs too.
         if time.monotonic() > end:
             sys.exit("it is alone")
-    (folder / "results.json").write_text('{"valid_nats": 1.5}')
+    (folder / "results.json").write_text('{"step": 1, "valid_nats": 1.5, "test_nats": 1.6}')
 print("some reason")
 sys.exit(code)
 """
@@ -232,7 +234,7 @@ def test_several_runs_at_once(file, beside, tmp_path):
         *("-m", "mogrifier_jax.main", f"--config={tmp_path / 'trial.py'}:a,tiny"),
         *("--config.step=5", "--config.seed=1", f"--workdir={workdir / 'a' / 'seed1'}"),
     ]
-    assert "some reason" in sweeps.read_record(workdir / "b" / "seed2")["diverged"]
+    assert "some reason" in tables.read_record(workdir / "b" / "seed2")["diverged"]
     assert len(beside) == 4
     sweeps.run(file, "both", "1,2", str(workdir), parallel=2, overrides={"step": 5})
     assert len(beside) == 4
@@ -245,7 +247,7 @@ def test_runs_at_once_share_the_cores(file, beside, tmp_path, monkeypatch):
     sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
     assert bound[::2] == [{0, 2, 7}, {1, 5}]  # Where processes start,
     assert bound[1::2] == [{0, 1, 2, 5, 7}] * 2  # and what is restored.
-    noted = [sweeps.read_record(tmp_path / "w" / v / "seed1")["hardware"] for v in "ab"]
+    noted = [tables.read_record(tmp_path / "w" / v / "seed1")["hardware"] for v in "ab"]
     assert noted == [f"{n} cpu, {n} of {os.cpu_count()} cores" for n in (3, 2)]
     assert sweeps.share_cores(6) == [{0}, {1}, {2}, {5}, {7}, {0}]
 
@@ -448,3 +450,16 @@ def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
     assert rows[0]["valid"]["mean"] != rows[1]["valid"]["mean"]
     assert "| LSTM | 3 |" in (tmp_path / "pair.md").read_text()
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("score", ["1.5", None, float("nan"), [1.5]])
+def test_results_that_are_not_as_they_were_written_are_named(score, tmp_path):
+    good = {"step": 4, "valid_nats": 1.5, "test_nats": 1.6, "valid_ppl": 4.5}
+    (tmp_path / "results.json").write_text(json.dumps(good))
+    assert sweeps.describe(tmp_path) == "valid 1.5000 nats, 0s"  # Control.
+    (tmp_path / "results.json").write_text(json.dumps(good | {"valid_nats": score}))
+    with pytest.raises(errors.UsageError, match=r"results.json .*valid_nats.* delete that folder"):
+        sweeps.describe(tmp_path)
+    (tmp_path / "sweep.json").write_text(json.dumps({"seconds": score}))
+    with pytest.raises(errors.UsageError, match=r"sweep.json .*seconds"):
+        tables.read_record(tmp_path)

@@ -252,6 +252,22 @@ def test_statistics_are_kept_until_something_changes(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "losses", "rms.embedding"])
+def test_statistics_whose_numbers_were_changed_are_made_again(name, tmp_path, monkeypatch, caplog):
+    model, params, statistics = case()
+    monkeypatch.setattr(dyneval, "gradient_statistics", lambda *_, **__: statistics)
+    get = functools.partial(dyneval.cached_statistics, tmp_path, 100, model, params)
+    get(statistics_plan())
+    get(statistics_plan())
+    assert "made again" not in caplog.text  # Control.
+    (path,) = (tmp_path / "dyneval").iterdir()
+    arrays = dict(np.load(path))
+    np.savez(path, **arrays | {name: np.zeros_like(arrays[name])})
+    jax.tree.map(np.testing.assert_array_equal, get(statistics_plan()), statistics)
+    assert "was changed; it is made again" in caplog.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [SETTING._replace(epsilon=0.0), SETTING._replace(learning_rate=-1e-3)]
 )

@@ -175,6 +175,43 @@ def test_any_text_can_be_scored_without_the_corpus(workdir, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
+def test_texts_of_the_same_name_do_not_overwrite_each_other(workdir, tmp_path, monkeypatch):
+    texts = {"a": "aa x\n" * 20, "b": "hhh y\n" * 30}
+    for folder, text in texts.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.txt").write_text(text)
+        monkeypatch.chdir(tmp_path / folder)
+        rows = evaluate(workdir, text="t.txt")["results"]
+    assert len({row["source"] for row in rows}) == len({row["file"] for row in rows}) == 2
+    for row, text in zip(rows, texts.values(), strict=True):
+        assert len(scoring.read_tokens(row["file"])[0].tokens) == len(text)
+    again = evaluate(workdir, text="t.txt")["results"]
+    assert [row["file"] for row in again] == [row["file"] for row in rows]  # Control: replaced.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nats": np.ones(5, np.float32)},
+        {"nats": np.array(["x", "y", "z"])},
+        {"nats": np.ones((3, 1), np.float32)},
+        {"tokens": np.ones(3, np.float32)},
+        {"tokens": np.zeros(0, np.int32), "nats": np.zeros(0, np.float32)},
+        *({"about": np.array(about)} for about in ("", "5", "{}", '{"vocabulary": 5}')),
+    ],
+)
+def test_tokens_that_are_not_as_they_were_written_are_refused(change, tmp_path):
+    whole = {"tokens": np.arange(3, dtype=np.int32), "nats": np.ones(3, np.float32)}
+    whole["about"] = np.array('{"vocabulary": "x"}')
+    for name in "ab":
+        np.savez_compressed(tmp_path / f"{name}.npz", **whole)
+    scoring.ensemble([tmp_path / "a.npz", tmp_path / "b.npz"])  # Control.
+    np.savez_compressed(tmp_path / "b.npz", **whole | change)
+    with pytest.raises(errors.UsageError, match=r"b.npz.*--mode=evaluate"):
+        scoring.ensemble([tmp_path / "a.npz", tmp_path / "b.npz"])
+
+
+@pytest.mark.slow
 def test_ensembles_average_probabilities(workdir, tmp_path):
     vocab = corpora.Vocabulary.from_json(workdirs.read_vocabulary(workdir))
     ids = np.array([1, 2, 3], np.int32)
@@ -198,7 +235,7 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
         ("c", "first at token 2"),
         ("d", "3 and 2 tokens"),
         ("e", "vocabularies differ"),
-        ("f", "not a file of token scores"),
+        ("f", r"f.npz is not a .npz file"),
         ("g", "does not exist"),
     ):
         with pytest.raises(errors.UsageError, match=message):
@@ -208,9 +245,10 @@ def test_ensembles_average_probabilities(workdir, tmp_path):
 
 
 def fake_evaluation(name, corpus, model, params, unit, rows):
-    results = [{"method": m, "text": t, "nats": nats} for (m, t), nats in rows.items()]
+    results = [{"method": m, "text": t, "nats": nats, "tokens": 5} for (m, t), nats in rows.items()]
     return {
         **{"workdir": name, "step": 9, "finished": True, "unit": unit, "results": results},
+        "which": "best",
         "run": {"corpus": corpus, "model": model, "params": params},
     }
 

@@ -82,6 +82,17 @@ def without(name):
         ({"sign": False}, "is damaged: its digest is another"),
         ({"change_metadata": without("vocabulary")}, "cannot be made here"),
         ({"change_metadata": lambda m: {**m, "config": "{"}}, "cannot be made here"),
+        *(
+            ({"change_metadata": lambda m, n=name, v=value: {**m, n: v}}, "cannot be made here")
+            for name, value in (
+                *(("config", "[]"), ("config", "5"), ("config", "[" * 900 + "]" * 900)),
+                *(("info", "5"), ("info", "{}"), ("info", '{"step": "x"}')),
+                *(("temperature", '"x"'), ("temperature", "[1]"), ("temperature", "NaN")),
+                *(("vocabulary", "[]"), ("vocabulary", '{"level": "x", "tokens": []}')),
+                ("vocabulary", '{"level": "character", "tokens": ["▼", "<UNK>", 5]}'),
+                ("vocabulary", '{"level": "character", "tokens": ["▼", "<UNK>", "a", "a"]}'),
+            )
+        ),
         ({"change_arrays": without("embedding")}, "embedding differs in name, shape or dtype"),
         (
             {"change_arrays": lambda a: {**a, "embedding": a["embedding"].T.copy()}},

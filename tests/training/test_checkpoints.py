@@ -447,15 +447,18 @@ def make_config() -> config_dict.ConfigDict:
     return config.lock()
 
 
+VOCABULARY = '{"level": "word", "tokens": ["a"]}'
+
+
 def test_config_is_read_as_it_was_written(tmp_path):
-    workdirs.write_run_files(tmp_path, make_config(), '["a"]')
+    workdirs.write_run_files(tmp_path, make_config(), VOCABULARY)
     config = workdirs.read_config(tmp_path)
     assert config == configs.base(make_config()) and config.is_locked
     assert config.data.fractions == (0.5, 0.25, 0.25)
     assert config.data.get_type("length") is int  # Of a key that is not in the file.
     assert config.optimizer.get_type("clip_norm") is float
-    assert workdirs.read_vocabulary(tmp_path) == '["a"]'
-    workdirs.write_run_files(tmp_path, config, '["a"]')
+    assert workdirs.read_vocabulary(tmp_path) == VOCABULARY
+    workdirs.write_run_files(tmp_path, config, VOCABULARY)
     starts = json.loads((tmp_path / "version.json").read_text())
     assert len(starts) == 2 and starts[0]["jax"] == jax.__version__
     with pytest.raises(errors.UsageError, match="vocabulary"):
