@@ -183,6 +183,21 @@ def test_reads_that_fail_late_print_nothing(tmp_path, monkeypatch):
     assert free_a_read() == 1
 
 
+def test_a_strangers_folder_is_not_written_to(folder, tmp_path, monkeypatch):
+    """A config.json may name any folder as the place of prepared corpora."""
+    (tmp_path / "text").write_text("some text\nof letters\n" * 20)
+    evil = tmp_path / "evil"
+    change_config(folder, "data", name="text", path=str(tmp_path / "text"), data_dir=str(evil))
+    for path in (folder / "checkpoints").glob("*/info/info.json"):  # As a stranger would seal it.
+        sealed = json.loads(path.read_text())["content"]
+        seal = workdirs.seal(workdirs.read_config(folder), workdirs.read_vocabulary(folder))
+        path.write_text(json.dumps(checkpoints._seal(sealed | {"seal": seal})))
+    monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
+    splits = pretrained.read_splits(pretrained.load_weights(folder))
+    assert splits.names == ("train", "valid", "test")
+    assert not evil.exists() and (tmp_path / "cache").is_dir()
+
+
 def test_results_of_another_step_are_noticed(folder, caplog):
     workdirs.write_json(folder, "results.json", {"step": 3})
     pretrained.load_weights(folder)
@@ -512,6 +527,13 @@ def test_a_stop_before_the_first_step_is_seen():
         "mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3DSECRET",
         "postgresql://user:a@SECRET@host/db",
         "://user:SECRET",
+        "vizier://u:SECRET@h:80",
+        "vizier://SECRET@h",
+        "user:SECRET@host/x.journal",
+        "user:SECRET@x.journal",
+        "postgresql://user:SECRET/with/slashes@host/db",
+        "a://user:SECRET://x@host",
+        "postgresql://host:SECRET",
     ],
 )
 def test_no_password_is_shown(storage):
@@ -519,6 +541,8 @@ def test_no_password_is_shown(storage):
     assert "SECRET" not in storages.hide_password(storage)
     assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
     assert storages.hide_password("study.journal") == "study.journal"
+    assert storages.hide_password("a@b/study.journal") == "a@b/study.journal"
+    assert storages.hide_password("vizier://host:80/x") == "vizier://host:80/x"
     assert storages.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
     shown = storages.hide_password("postgresql+psycopg://me:SECRET@host:5432/db")
     assert shown == "postgresql+psycopg://me:***@host:5432/db"

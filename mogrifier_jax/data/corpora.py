@@ -269,7 +269,9 @@ class Corpus:
     test: EncodedSplit
 
 
-def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corpus:
+def load_corpus(
+    name: str, *, data_dir=None, source_dir=None, prepared_dir=None, **options
+) -> Corpus:
     """Loads a corpus, preparing it first if need be.
 
     Args:
@@ -278,6 +280,7 @@ def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corp
         ~/.cache.
       source_dir: a folder with files that were already downloaded; by default
         $MOGRIFIER_DATA_DIR, if set.
+      prepared_dir: another folder that may have prepared data. Nothing is written to it.
       **options: the OPTIONS of the builder. None stands for the default.
     """
     from mogrifier_jax.data import datasets
@@ -293,7 +296,7 @@ def load_corpus(name: str, *, data_dir=None, source_dir=None, **options) -> Corp
     data_dir, source_dir = _default_data_dir(data_dir), _default_source_dir(source_dir)
     if name == "pydoc":
         return _read_pydoc()
-    return _read_prepared(name, data_dir, source_dir, options)
+    return _read_prepared(name, data_dir, source_dir, prepared_dir, options)
 
 
 def _read_pydoc() -> Corpus:
@@ -312,13 +315,17 @@ def _read_pydoc() -> Corpus:
     return _encode("pydoc", "character", "character", iter(texts))
 
 
-def _read_prepared(name, data_dir, source_dir, options) -> Corpus:
+def _read_prepared(name, data_dir, source_dir, prepared_dir, options) -> Corpus:
     from mogrifier_jax.data import datasets
     from mogrifier_jax.data.datasets import base
 
     kind = datasets.BUILDERS[name]
     config = kind.configure(**options)
     make_builder = functools.partial(kind, data_dir=epath.Path(data_dir), config=config)
+    if prepared_dir:
+        there = epath.Path(os.path.expanduser(prepared_dir))
+        elsewhere = functools.partial(make_builder, data_dir=there)
+        make_builder = elsewhere if base.is_prepared(elsewhere) else make_builder
     builder = base.prepare(make_builder, source_dir)
     level = builder.level
 

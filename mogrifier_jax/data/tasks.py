@@ -76,13 +76,17 @@ def make_task(
     window: int,
     episodic: bool = False,
     drop_state_probability: float = 0.0,
+    prepared_dir: str | None = None,
     **options: Any,
 ) -> Task:
-    """The task of `config.data`; `key` draws the offsets and the jitter of the stripes."""
+    """The task of `config.data`; `key` draws the offsets and the jitter of the stripes.
+
+    `prepared_dir` is that of `corpora.load_corpus`.
+    """
     del drop_state_probability  # The train step reads it.
     if name in GENERATED:
         return GENERATED[name](mesh, batch_size, **options)
-    corpus = corpora.load_corpus(name, **options)
+    corpus = corpora.load_corpus(name, prepared_dir=prepared_dir, **options)
     make = _line_task if episodic else _stream_task
     return make(corpus, key, mesh, batch_size, window)
 

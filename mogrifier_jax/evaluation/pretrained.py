@@ -251,10 +251,15 @@ class Texts(NamedTuple):
 def read_splits(
     loaded: Pretrained, source_dir: str | None = None, data_dir: str | None = None
 ) -> Texts:
-    """The splits of the corpus that the run was trained on; refuses another vocabulary."""
+    """The splits of the corpus that the run was trained on; refuses another vocabulary.
+
+    A corpus that is not prepared yet goes to `data_dir` or to the cache. The folder that the run's
+    config names is only read: the run may be somebody else's.
+    """
     options = dict(loaded.config.data)
-    moved = {"source_dir": source_dir, "data_dir": data_dir}
-    options |= {key: folder for key, folder in moved.items() if folder}
+    options |= {"data_dir": data_dir, "prepared_dir": options["data_dir"]}
+    if source_dir:
+        options["source_dir"] = source_dir
     task = tasks.make_task(jax.random.key(loaded.config.seed), None, **options)
     if task.vocabulary.to_json() != loaded.vocabulary.to_json():
         raise errors.UsageError(

@@ -14,8 +14,10 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -80,7 +82,14 @@ def open_queue(
     if storage.startswith("vizier://"):
         ranges, prunes = study.ranges, prune is not None
         queue = trials.VizierQueue(
-            storage, name, ranges, num_trials, workdir=workdir, about=about, prune=prunes
+            storage,
+            name,
+            ranges,
+            num_trials,
+            workdir=workdir,
+            about=about,
+            prune=prunes,
+            shown=hide_password(storage),
         )
     else:
         check_sampler(sampler)
@@ -152,12 +161,17 @@ def open_study(
             load_if_exists=True,
         ),
     )
-    saved = study.user_attrs.get("about")
+    try:
+        saved = study.user_attrs.get("about")
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise trials.damaged(name, f"{type(error).__name__}: {error}") from None
     if saved is None and known:
         raise _forgotten(storage, known)
     if saved is None:
         study.set_user_attr("about", dict(about))
     else:
+        if reason := files.mismatch(saved, studies.ABOUT, "about"):
+            raise trials.damaged(name, reason)
         there = f"{hide_password(storage)} holds a study {name!r}"
         remedy = "Use another --storage or --workdir for a new study"
         studies.check_same(there, saved, about, remedy)
@@ -173,10 +187,11 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
     if "://" not in storage:
         folder = pathlib.Path(storage).absolute().parent
         if not folder.is_dir():
-            raise errors.UsageError(f"--storage={storage}: there is no folder {folder}; create it")
+            shown = hide_password(storage)
+            raise errors.UsageError(
+                f"--storage={shown}: there is no folder {hide_password(str(folder))}; create it"
+            )
         return _open_journal(storage)
-    if hide_password(storage).startswith("("):
-        raise sqlalchemy.exc.ArgumentError("it is not a URL")
     wait = {"timeout": 60} if storage.startswith("sqlite") else {}
     options = {"connect_args": wait, "pool_pre_ping": True}
     return optuna.storages.RDBStorage(storage, engine_kwargs=options)
@@ -185,7 +200,8 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
 def _open_journal(path: str) -> optuna.storages.JournalStorage:
     """Opens a journal; repairs it where nothing is lost, and refuses other damage."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise errors.UsageError(f"--storage={path} is not a file; give a journal, or a URL")
+        shown = hide_password(path)
+        raise errors.UsageError(f"--storage={shown} is not a file; give a journal, or a URL")
     backend, lock = journal.JournalFileBackend(path), journal.JournalFileSymlinkLock(path)
     lock.acquire()  # No other worker is in the middle of a line now.
     try:
@@ -196,22 +212,24 @@ def _open_journal(path: str) -> optuna.storages.JournalStorage:
         return optuna.storages.JournalStorage(backend)
     except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise errors.UsageError(f"{path} is no journal of trials ({reason}); {_COPY}") from None
+        shown = hide_password(path)
+        raise errors.UsageError(f"{shown} is no journal of trials ({reason}); {_COPY}") from None
 
 
 def _mend_journal(path: str) -> None:
     """Ends the last line, or cuts off half a line that a kill or a full disk left."""
-    *lines, last = pathlib.Path(path).read_bytes().split(b"\n")
+    *lines, last = files.read_bytes(path, _COPY).split(b"\n")
+    shown = hide_password(path)
     for number, line in enumerate(lines, start=1):
         if not _is_entry(line):
-            raise errors.UsageError(f"line {number} of {path} is not an entry of trials; {_COPY}")
+            raise errors.UsageError(f"line {number} of {shown} is not an entry of trials; {_COPY}")
     if _is_entry(last):
         with open(path, "ab") as file:
             file.write(b"\n")
     elif last:
         shutil.copyfile(path, f"{path}.damaged")
         os.truncate(path, sum(len(line) + 1 for line in lines))
-        logging.warning("%s ended in half a line; it is cut off, %s.damaged keeps it", path, path)
+        logging.warning("%s ended in half a line; it is cut off, %s.damaged keeps it", shown, shown)
 
 
 def _is_entry(line: bytes) -> bool:
@@ -257,8 +275,12 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
             problem = str(error)
         except (OSError, RuntimeError) as error:
             problem = str(error)
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, errors.UsageError):
+                raise
+            problem = f"its content is not Optuna's ({type(error).__name__}: {error})"
         break
-    reason = problem.strip().splitlines()[0]
+    reason = _scrub(problem.strip().splitlines()[0], storage)
     raise errors.UsageError(
         f"--storage={hide_password(storage)} cannot be reached: {reason}; put a damaged one back "
         "from a copy, or give a journal file, or a URL such as sqlite:///study.db or "
@@ -268,19 +290,30 @@ def _reach(storage: str, open_it: Callable[[], optuna.Study]) -> optuna.Study:
 
 def hide_password(storage: str) -> str:
     """A storage as messages may show it: a file, or a URL without its secrets."""
-    if ":" not in storage:
-        return storage
-    try:
-        url = sqlalchemy.engine.make_url(storage)
-    except (sqlalchemy.exc.ArgumentError, ValueError):
-        return "(a URL that cannot be read)"
-    if url.drivername.startswith("sqlite"):
+    scheme, separator, rest = storage.partition("://")
+    if not separator:
+        scheme, rest = "", storage
+    if scheme.startswith("sqlite"):
         return storage.partition("?")[0]
-    if "@" in (url.host or ""):
-        return "(a URL whose password has an @; write it as %40)"
+    start, at, place = rest.rpartition("@")
+    # A path may have an @, but what is in front of it may also be user:password.
+    if at and (separator or ":" in start):
+        user, colon, _ = start.partition(":")
+        rest = f"{user}:***@{place}" if colon else f"***@{place}"
+    elif separator:  # Only a port may follow a colon.
+        rest = re.sub(r"^([^/?]*?):(?![0-9]*([/?]|$)).*", r"\1:***", rest)
     # The part after the question mark may have a password too, under many names.
-    shown = url.set(query={}).render_as_string(hide_password=True)
-    return shown + "?..." * bool(url.query)
+    rest, question, _ = rest.partition("?") if separator else (rest, "", "")
+    return f"{scheme}{separator}{rest}{'?...' if question else ''}"
+
+
+def _scrub(text: str, storage: str) -> str:
+    """What a library says about a storage, without the storage's secrets."""
+    start = storage.partition("://")[2].rpartition("@")[0]
+    values = [start, start.partition(":")[2], *re.split("[&=]", storage.partition("?")[2])]
+    for value in (*values, *map(urllib.parse.unquote, values)):
+        text = text.replace(value, "***") if len(value) > 2 else text
+    return text
 
 
 def _one_at_a_time(storage: str) -> contextlib.AbstractContextManager:

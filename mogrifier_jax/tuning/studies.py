@@ -43,6 +43,8 @@ PAPER: dict[str, tuple[str, dict[str, Any]]] = {
     "dyneval_character": ("dynamic_evaluation_character", {}),
     "dyneval_word": ("dynamic_evaluation_word", {}),
 }
+# What a storage keeps of a study, to compare it.
+ABOUT = {"study?": {"name": str, "ranges": dict, "fixed": dict}, "config?": dict}
 DYNEVAL = ("window", "learning_rate", "decay_rate", "epsilon")
 
 

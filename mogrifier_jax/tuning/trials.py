@@ -18,6 +18,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import socket
 import threading
 import time
@@ -29,7 +30,7 @@ import optuna
 from absl import logging
 from optuna.trial import FrozenTrial, TrialState
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import workdirs
 from mogrifier_jax.tuning import studies
 
@@ -37,6 +38,17 @@ BEAT_SECONDS = 15.0
 GRACE_SECONDS = 120.0  # A worker without a beat for this long counts as dead.
 MAX_ATTEMPTS = 4  # A trial during which this many workers died is given up.
 OBJECTIVE = "valid_nats"  # The name of the values in a Vizier service.
+
+
+# What workers note with a trial.
+ATTRIBUTES = {
+    **dict.fromkeys(("folder?", "worker?", "outcome?", "reason?"), str),
+    **dict.fromkeys(("continues?", "hidden_size?", "num_params?", "best_turn?"), files.COUNT),
+    "attempt?": files.Number(int, 1, 1000),
+    **dict.fromkeys(("heartbeat?", "temperature?", "test_nats?"), files.Number(float)),
+}
+# What Optuna raises for content that is not its own.
+_UNREADABLE = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Pruned(errors.Abandoned):
@@ -64,7 +76,7 @@ class Trial:
     def __init__(self, study: optuna.Study, trial: optuna.Trial):
         self._study, self._trial = study, trial
         self.number, self.params = trial.number, trial.params
-        self.folder = trial.user_attrs.get("folder", folder_of(trial.number))
+        self.folder = folder_in(trial)
         self.attempt = trial.user_attrs.get("attempt", 1)
         self.open = True
         self.beat()
@@ -114,7 +126,8 @@ class Queue:
 
     def __init__(self, study: optuna.Study, ranges: Mapping[str, studies.Range], target: int):
         self.study, self.name, self.target = study, study.study_name, target
-        self._sampler = study.sampler
+        self._sampler, self._ranges = study.sampler, ranges
+        self._beats: dict[int, tuple[float, float]] = {}  # The last one seen of a trial, and when.
         self._distributions = {name: limits.distribution for name, limits in ranges.items()}
 
     def ask(self, count: int, shapes: Iterable[str] = ()) -> list[Trial]:
@@ -126,7 +139,10 @@ class Queue:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 self.study.sampler = optuna.samplers.PartialFixedSampler(fixed, self._sampler)
-            trial = self.study.ask(self._distributions)
+            try:
+                trial = self.study.ask(self._distributions)
+            except _UNREADABLE as error:  # Such as a range in the storage that is not ours.
+                raise damaged(self.name, f"{type(error).__name__}: {error}") from None
             if trial.number in self._surplus():
                 # Another worker asked at the same moment.
                 trial.set_user_attr("outcome", "surplus")
@@ -167,10 +183,28 @@ class Queue:
 
     def take_over(self) -> None:
         """Puts the trials of dead workers back into the queue."""
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if is_stale(trial):
+        for trial in self.read(TrialState.RUNNING):
+            if is_stale(trial) or self._is_silent(trial):
                 logging.info("trial %d lost its worker: queued again", trial.number)
                 self.requeue(trial, trial.user_attrs.get("attempt", 1) + 1)
+
+    def _is_silent(self, trial: FrozenTrial) -> bool:
+        """Whether no beat came for long, by the clock of this worker: the other may be wrong."""
+        beat, now = trial.user_attrs.get("heartbeat", 0.0), time.monotonic()
+        if self._beats.get(trial.number, (None, 0.0))[0] != beat:
+            self._beats[trial.number] = beat, now
+        return now - self._beats[trial.number][1] > GRACE_SECONDS
+
+    def read(self, *states: TrialState) -> list[FrozenTrial]:
+        """All trials, or those in these states; refuses what no worker has written."""
+        try:
+            known = self.study.get_trials(deepcopy=False)
+        except _UNREADABLE as error:
+            raise damaged(self.name, f"{type(error).__name__}: {error}") from None
+        for number, trial in enumerate(known):
+            if reason := find_damage(trial, number, self._ranges):
+                raise damaged(self.name, f"trial {number}: {reason}")
+        return [trial for trial in known if not states or trial.state in states]
 
     def requeue(self, trial: FrozenTrial, attempt: int) -> None:
         """Marks a running trial as failed and queues a new one, which goes on in its folder."""
@@ -180,7 +214,7 @@ class Queue:
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             return
         attributes = {
-            "folder": trial.user_attrs.get("folder", folder_of(trial.number)),
+            "folder": folder_in(trial),
             "attempt": attempt,
             "continues": trial.number,
         }
@@ -198,8 +232,7 @@ class Queue:
 
     def folders(self) -> set[str]:
         """The folders of all trials, as paths below the workdir."""
-        known = self.study.get_trials(deepcopy=False)
-        return {trial.user_attrs.get("folder", folder_of(trial.number)) for trial in known}
+        return {folder_in(trial) for trial in self.read()}
 
     def records(self) -> list[Record]:
         """The records of the trials that count towards the target, in their order."""
@@ -207,14 +240,13 @@ class Queue:
 
     def counted(self) -> list[FrozenTrial]:
         """Optuna's trials that count towards the target: neither taken over nor surplus."""
-        known = self.study.get_trials(deepcopy=False)
+        known = self.read()
         known = [t for t in known if t.state != TrialState.FAIL or "outcome" in t.user_attrs]
         return [t for t in known if t.user_attrs.get("outcome") != "surplus"]
 
     def _has_more(self) -> bool:
         """Whether a trial that was put back waits for a worker, or new ones are wanted."""
-        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        return bool(waiting) or len(self.counted()) < self.target
+        return bool(self.read(TrialState.WAITING)) or len(self.counted()) < self.target
 
     def _surplus(self) -> set[int]:
         """The numbers of the newest trials beyond the target."""
@@ -232,6 +264,39 @@ def _record(trial: FrozenTrial) -> Record:
         trial.params,
         trial.user_attrs,
     )
+
+
+def damaged(name: str, reason: str) -> errors.UsageError:
+    """The error when the storage holds what no worker has written."""
+    return errors.UsageError(
+        f"the storage of the study {name!r} is damaged ({' '.join(reason.split())[:300]}); put it "
+        "back from a copy, or use another --storage and --workdir for a new study"
+    )
+
+
+def find_damage(trial: FrozenTrial, number: int, ranges: Mapping[str, studies.Range]) -> str | None:
+    """Why no worker of a study with these ranges can have written a trial; None if one may have."""
+    if trial.number != number:
+        return f"its number is {trial.number!r:.40}"
+    if reason := files.mismatch(trial.user_attrs, ATTRIBUTES):
+        return reason
+    folder = trial.user_attrs.get("folder", folder_of(trial.number))
+    if not re.fullmatch(r"trials/[0-9]{4,9}", folder):
+        return f"folder {folder!r} is not one of the study's own"
+    complete = trial.state == TrialState.COMPLETE
+    for name, limits in ranges.items():
+        if name in trial.params or complete:
+            schema = files.Number(int if limits.scale == "integer" else float, *limits[:2])
+            if reason := files.mismatch(trial.params.get(name), schema, name):
+                return reason
+    if complete and trial.value is not None:
+        return files.mismatch(trial.value, files.Number(float), "value")
+    return None
+
+
+def folder_in(trial: FrozenTrial | optuna.Trial) -> str:
+    """The folder of a trial, which goes on in that of the one that it continues."""
+    return trial.user_attrs.get("folder", folder_of(trial.number))
 
 
 def worker_name() -> str:
@@ -271,22 +336,23 @@ class VizierQueue:
         workdir: str,
         about: Mapping[str, Any],
         prune: bool = False,
+        shown: str = "the service",
     ):
         if importlib.util.find_spec("vizier") is None:
             raise errors.UsageError(
-                f"--storage={storage} needs google-vizier, which is not installed; "
+                f"--storage={shown} needs google-vizier, which is not installed; "
                 "pip install google-vizier"
             )
         self.name, self.target, self._ranges, self._prune = name, target, ranges, prune
         self._worker = _claim_name(workdir)
         try:
-            self._study = _open_service(storage, name, ranges, about)
+            self._study = _open_service(storage, shown, name, ranges, about)
         except errors.UsageError:
             raise
         except Exception as error:  # gRPC has many ways to say that nobody answers.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise errors.UsageError(
-                f"--storage={storage} cannot be reached: {reason}; start a Vizier service there"
+                f"--storage={shown} cannot be reached: {reason}; start a Vizier service there"
             ) from None
 
     def ask(self, count: int, shapes: Iterable[str] = ()) -> list["_VizierTrial"]:
@@ -313,7 +379,9 @@ class VizierQueue:
         return [self._record(client.materialize()) for client in self._study.trials()]
 
     def _record(self, trial: Any) -> Record:
-        notes = json.loads(trial.metadata.get("notes", "{}")) | {"worker": trial.assigned_worker}
+        noted, remedy = trial.metadata.get("notes", "{}"), "use another study"
+        notes = files.parse_json(noted, ATTRIBUTES, f"the notes of trial {trial.id}", remedy)
+        notes |= {"worker": trial.assigned_worker}
         outcome = notes.get("outcome", "complete") if trial.is_completed else "running"
         complete = outcome == "complete"
         nats = trial.final_measurement.metrics[OBJECTIVE].value if complete else math.nan
@@ -364,7 +432,9 @@ def _measurement(value: float, step: int = 0) -> Any:
     return vz.Measurement(metrics={OBJECTIVE: value}, steps=step)
 
 
-def _open_service(storage: str, name: str, ranges: Mapping[str, studies.Range], about: Any) -> Any:
+def _open_service(
+    storage: str, shown: str, name: str, ranges: Mapping[str, studies.Range], about: Any
+) -> Any:
     from vizier.service import clients
     from vizier.service import pyvizier as vz
 
@@ -381,8 +451,9 @@ def _open_service(storage: str, name: str, ranges: Mapping[str, studies.Range], 
     config.metric_information.append(vz.MetricInformation(OBJECTIVE, goal=goal))
     config.metadata["about"] = asked = json.dumps(about, sort_keys=True)
     study = clients.Study.from_study_config(config, owner="mogrifier_jax", study_id=name)
-    saved = json.loads(study.materialize_study_config().metadata.get("about", asked))
-    studies.check_same(f"{storage} holds a study {name!r}", saved, about, "Use another service")
+    kept = study.materialize_study_config().metadata.get("about", asked)
+    saved = files.parse_json(kept, studies.ABOUT, f"the study {name!r}", "use another service")
+    studies.check_same(f"{shown} holds a study {name!r}", saved, about, "Use another service")
     return study
 
 

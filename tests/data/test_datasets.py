@@ -10,6 +10,7 @@ import io
 import lzma
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -496,3 +497,31 @@ def test_enwik8_is_cut_by_bytes(tmp_path, monkeypatch):
     corpus = corpora.load_corpus("enwik8", source_dir=tmp_path / "files")
     assert len(corpus.vocabulary) == 180 - 1 + 2  # All bytes but the newline, eos, <UNK>.
     assert corpus.unit == "byte" and len(corpus.valid.tokens) == 11
+
+
+def test_a_folder_that_is_only_read_is_not_written_to(tmp_path, monkeypatch):
+    monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
+    (tmp_path / "text").write_text("some words\n" * 30)
+    load = functools.partial(corpora.load_corpus, "text", path=str(tmp_path / "text"))
+    expected = load(prepared_dir=str(tmp_path / "theirs"))
+    assert not (tmp_path / "theirs").exists() and (tmp_path / "cache").is_dir()
+    load(data_dir=str(tmp_path / "theirs"))  # Control: prepared there, it is read there.
+    shutil.rmtree(tmp_path / "cache")
+    found = load(prepared_dir=str(tmp_path / "theirs"))
+    assert not (tmp_path / "cache").exists()
+    assert found.train.tokens.tolist() == expected.train.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("INTERNAL: no space"), OSError(28, "No space left"), ValueError("")]
+)
+def test_a_corpus_that_cannot_be_prepared_is_one_sentence(error, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("some words\n" * 30)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(base.TextBuilder, "download_and_prepare", fail)
+    with pytest.raises(errors.UsageError, match=r"could not be prepared in .*; make room") as told:
+        corpora.load_corpus("text", path=str(tmp_path / "text"), data_dir=str(tmp_path / "data"))
+    assert "\n" not in str(told.value)

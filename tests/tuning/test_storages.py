@@ -1,13 +1,16 @@
 """Storages of trials that are damaged, emptied or gone: named, mended, never begun anew."""
 
+import contextlib
 import json
 import os
+import shutil
+import sqlite3
 
 import pytest
 import sqlalchemy.exc
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies
+from mogrifier_jax.tuning import storages, studies, trials
 
 STUDY = studies.Study("one", {"x": studies.Range(-1.0, 1.0)})
 
@@ -106,6 +109,117 @@ def test_a_damaged_database_is_one_sentence(tmp_path, size):
     with pytest.raises(errors.UsageError, match=r"cannot be reached.*from a copy") as refused:
         open_queue(tmp_path, storage)
     assert "\n" not in str(refused.value)
+
+
+EDITS = {
+    "folder": (
+        "UPDATE trial_user_attributes SET value_json = ? WHERE key = 'folder'",
+        {
+            "outside": '"../../evil"',
+            "absolute": '"/tmp/evil"',
+            "number": "5",
+            "null": "null",
+            "not JSON": "{",
+            "above": '"trials/../../x"',
+            "another name": '"checkpoints"',
+        },
+    ),
+    "worker": (
+        "UPDATE trial_user_attributes SET value_json = ? WHERE key = 'worker'",
+        {"list": "[]", "number": "5"},
+    ),
+    "heartbeat": (
+        "UPDATE trial_user_attributes SET value_json = ? WHERE key = 'heartbeat'",
+        {"text": '"soon"', "NaN": "NaN"},
+    ),
+    "about": (
+        "UPDATE study_user_attributes SET value_json = ? WHERE key = 'about'",
+        {
+            "list": "[]",
+            "number": "5",
+            "config": '{"config": 5}',
+            "study": '{"study": []}',
+            "not JSON": "{",
+        },
+    ),
+    "value": ("UPDATE trial_values SET value = ?", {"text": "x"}),
+    "param": ("UPDATE trial_params SET param_value = ?", {"text": "x", "far off": 1e9}),
+    "distribution": (
+        "UPDATE trial_params SET distribution_json = ?",
+        {"not JSON": "{", "list": "[]", "other": '{"name": "X", "attributes": {}}'},
+    ),
+    "state": ("UPDATE trials SET state = ?", {"unknown": "DONE"}),
+    "number": ("UPDATE trials SET number = ?", {"text": "x"}),
+    "direction": ("UPDATE study_directions SET direction = ?", {"unknown": "UP"}),
+}
+
+
+@pytest.fixture(scope="module", params=["RUNNING", "COMPLETE"])
+def studied(request, tmp_path_factory):
+    """A folder with a database and a workdir, whose trials are in this state."""
+    folder = tmp_path_factory.mktemp("studied") / "folder"
+    folder.mkdir()
+    run_trials(folder, f"sqlite:///{folder}/x.db")
+    with contextlib.closing(sqlite3.connect(folder / "x.db")) as base, base:
+        base.execute("UPDATE trials SET state = ?", (request.param,))
+        if request.param == "RUNNING":
+            base.execute("DELETE FROM trial_values")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"), [(edit, kind) for edit, (_, kinds) in EDITS.items() for kind in kinds]
+)
+def test_wrong_content_of_a_database_is_one_sentence(studied, tmp_path, edit, kind):
+    """Nothing of it is used: no folder outside the workdir is made."""
+    shutil.copytree(studied, tmp_path, dirs_exist_ok=True)
+    storage = f"sqlite:///{tmp_path}/x.db"
+    command, kinds = EDITS[edit]
+    if (edit, kind) == ("folder", "outside"):
+        assert open_queue(tmp_path, storage, target=3).records()  # Control.
+    with contextlib.closing(sqlite3.connect(file_of(storage))) as base, base:
+        changed = base.execute(command, (kinds[kind],)).rowcount
+    if not changed:
+        return
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(errors.UsageError) as refused, storages.sentences():
+        queue = open_queue(tmp_path, storage, target=3)
+        queue.records()
+        queue.ask(3)
+        queue.study.best_trial  # noqa: B018
+    assert "\n" not in str(refused.value)
+    assert any(word in str(refused.value) for word in ("damaged", "copy", "failed"))
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+JOURNAL_EDITS = {
+    "folder": (b'"folder":"trials/0000"', b'"folder":"../../evil"'),
+    "folder of a number": (b'"folder":"trials/0000"', b'"folder":5'),
+    "operation": (b'"op_code":4', b'"op_code":"x"'),
+    "study": (b'"study_id":0', b'"study_id":7'),
+    "state": (b'"state":1', b'"state":17'),
+}
+
+
+@pytest.mark.parametrize("name", JOURNAL_EDITS)
+def test_wrong_content_of_a_journal_is_one_sentence(tmp_path, name):
+    path = tmp_path / "x.journal"
+    run_trials(tmp_path, str(path))
+    assert open_queue(tmp_path, str(path)).records()  # Control.
+    content = path.read_bytes()
+    assert JOURNAL_EDITS[name][0] in content
+    path.write_bytes(content.replace(*JOURNAL_EDITS[name]))
+    with pytest.raises(errors.UsageError, match="copy") as refused, storages.sentences():
+        open_queue(tmp_path, str(path)).records()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("storage", ["{}/u:SECRET@host/x.journal", "vizier://u:SECRET@localhost:1"])
+def test_no_message_has_a_password(tmp_path, storage, monkeypatch):
+    monkeypatch.setattr(trials.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.UsageError) as refused:
+        open_queue(tmp_path, storage.format(tmp_path))
+    assert "SECRET" not in str(refused.value) and "--storage" in str(refused.value)
 
 
 def test_a_device_is_no_journal(tmp_path):

@@ -240,3 +240,20 @@ def test_the_gaussian_process_comes_closer_than_chance(tmp_path):
         return min(values[10:])
 
     assert best("gp") < 0.01 < best("random")
+
+
+@pytest.mark.parametrize("ahead", [0.0, 86_400.0, 1e9])
+def test_a_dead_worker_whose_clock_was_wrong_is_not_waited_for(storage, ahead, monkeypatch):
+    (trial,) = open_queue(storage, 1).ask(1)
+    trial.note(heartbeat=time.time() + ahead, worker="elsewhere")
+    queue, now = open_queue(storage, 1), [0.0]
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now[0])
+    assert not queue.ask(1)
+    now[0] = trials.GRACE_SECONDS - 1
+    trial.note(heartbeat=time.time() + ahead + 1)  # It was alive,
+    assert not queue.ask(1)
+    now[0] += trials.GRACE_SECONDS - 1
+    assert not queue.ask(1)
+    now[0] += 2
+    (again,) = queue.ask(1)  # and is no more.
+    assert again.folder == trial.folder

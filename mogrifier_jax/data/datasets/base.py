@@ -84,6 +84,14 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             yield i, {"text": data[start : start + _RECORD_BYTES]}
 
 
+def is_prepared(make_builder) -> bool:
+    """Whether the folder of a builder has its prepared data; nothing is written to it."""
+    try:
+        return make_builder().data_path.exists()
+    except Exception:  # A damaged dataset_info.json fails in many ways.
+        return False
+
+
 def prepare(make_builder, source_dir=None) -> TextBuilder:
     """Returns the builder with its data prepared; several processes may do so at once."""
     try:
@@ -104,10 +112,16 @@ def prepare(make_builder, source_dir=None) -> TextBuilder:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # Standard output is for results.
                 builder.download_and_prepare(download_config=config)
-        except OSError:
+        except errors.UsageError:
+            raise
+        except Exception as error:  # A full disk comes as whatever the library that met it raises.
             # If another process was faster, its data is used.
             if not builder.data_path.exists():
-                raise
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+                raise errors.UsageError(
+                    f"this corpus could not be prepared in {builder.data_path} ({reason}); make "
+                    f"room there or mend what is wrong, or set data.data_dir to another folder"
+                ) from error
             builder = make_builder()
     return builder
 
