@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import json
+import logging
 import os
 import pathlib
 import pkgutil
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import errors, partitioning
+from mogrifier_jax.analysis import explore
 from mogrifier_jax.data import corpora, streams, tasks
-from mogrifier_jax.evaluation import pretrained, scoring
+from mogrifier_jax.evaluation import methods, pretrained, scoring
 from mogrifier_jax.training import checkpoints, metrics, progress, runs, train, workdirs
 from tests import test_files
 from tests import workdir as written
@@ -162,6 +164,31 @@ def test_whatever_is_passed_over_is_named(tmp_path, caplog, which, damage):
     assert saved.steps == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["1", "2", "1.replaced", "7.removed", "8.orbax-checkpoint-tmp"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+def test_a_link_in_place_of_a_checkpoint_does_not_stop_the_run(tmp_path, name, kind):
+    save_steps(tmp_path / "run", 1, 2)
+    path, elsewhere = tmp_path / "run" / "checkpoints" / name, tmp_path / "elsewhere"
+    if path.exists():
+        path.rename(elsewhere)  # As when a disk was full.
+    else:
+        elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    if kind == "file":
+        path.touch()
+    else:
+        path.symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    with checkpoints.Checkpoints(tmp_path / "run", keep=1) as saved:
+        restored = saved.restore(ABSTRACT)
+        assert restored.step == (1 if name == "2" and kind != "link" else 2)
+        for step in (2, 3, 4):
+            saved.save(step, STATE, info={}, best=True)
+        saved.wait()
+        assert saved.steps == [4]
+        assert saved.restore(ABSTRACT).step == 4
+    assert (elsewhere / "precious").exists()  # What a link leads to is not ours.
+
+
 def test_reads_that_fail_late_print_nothing(tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
@@ -245,6 +272,61 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_saved(tmp_path, monkeypa
             with pytest.raises(errors.UsageError, match=r"needs 1 MiB.*goes on from step 1"):
                 saved.save(2, STATE, info={}, best=False)
         assert saved.restore(ABSTRACT).step == 1
+
+
+def test_other_limits_than_room_are_named(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("OUT_OF_RANGE: File too large")
+
+    save_steps(tmp_path, 1)
+    with checkpoints.Checkpoints(tmp_path) as saved, monkeypatch.context() as patch:
+        patch.setattr(saved._checkpointer, "save", fail)
+        for change, words in (
+            ({}, "see its quota"),
+            ({"RLIMIT_FSIZE": 4096}, r"than 4,096 bytes; raise that limit \(ulimit -f\), then"),
+        ):
+            if change:
+                patch.setattr(checkpoints.resource, "getrlimit", lambda _: (4096, 4096))
+            with pytest.raises(errors.UsageError, match=words) as refused:
+                saved.save(2, STATE, info={}, best=False)
+            assert "MiB are free" not in str(refused.value)
+
+
+def test_failures_of_the_background_are_not_logged_too():
+    def record(name, path, trouble):
+        return logging.LogRecord(name, logging.ERROR, path, 1, "x", (), trouble)
+
+    trouble = (ValueError, ValueError(), None)
+    assert not progress._is_for_people(record("absl", "/x/orbax/y.py", trouble))
+    assert not progress._is_for_people(record("asyncio", "/x/y.py", trouble))
+    assert progress._is_for_people(record("absl", "/x/orbax/y.py", None))  # Controls.
+    assert progress._is_for_people(record("absl", "/x/mogrifier_jax/y.py", trouble))
+
+
+@pytest.mark.parametrize("trouble", ["read-only", "a file for a folder", "a folder for a file"])
+def test_a_workdir_that_keeps_no_results_is_refused_before_the_work(folder, monkeypatch, trouble):
+    asked = methods.default_options()
+    for work in (methods.Scorer, explore.make_page):
+        monkeypatch.setattr(sys.modules[work.__module__], work.__name__, lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # Controls.
+        scoring.run([str(folder)], asked)
+    with pytest.raises(ZeroDivisionError):
+        explore.run([str(folder)], prompt="some")
+    if trouble == "read-only":
+
+        def refuse(*_, **__):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(workdirs.tempfile, "TemporaryFile", refuse)
+    elif trouble == "a file for a folder":
+        (folder / "tokens").touch()
+    else:
+        (folder / "evaluation.json").mkdir()
+    (folder / "explore.html").mkdir()
+    with pytest.raises(errors.UsageError, match="cannot keep results"):
+        scoring.run([str(folder)], asked)
+    with pytest.raises(errors.UsageError, match="cannot keep results"):
+        explore.run([str(folder)], prompt="some")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def run(
     """
     if not folders or not all(folders):
         raise errors.UsageError("--workdir is missing; give that of a run, or two: a,b")
+    workdirs.check_results(folders[0], "explore.html")
     if path is not None and prompt is not None:
         raise errors.UsageError("--text and --prompt are both given; give one of them")
     check(len(folders), length)

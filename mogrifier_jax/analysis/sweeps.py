@@ -19,7 +19,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors, partitioning
+from mogrifier_jax import configs, errors, files, partitioning
 from mogrifier_jax.analysis import tables
 from mogrifier_jax.training import progress, runs, train, workdirs
 
@@ -230,7 +230,8 @@ def start(sweep: Sweep, job: Job, cores: set[int]) -> Started:
     logging.info("%s: starts", job)
     began = time.monotonic()
     job.folder.mkdir(parents=True, exist_ok=True)
-    with (job.folder / "log.txt").open("a") as log, bound_to(cores):
+    log_file = files.open_to_write(job.folder / "log.txt", os.O_APPEND | os.O_CREAT)
+    with log_file as log, bound_to(cores):
         process = subprocess.Popen(sweep.command(job), stdout=log, stderr=subprocess.STDOUT)
     return Started(job, process, cores, began)
 

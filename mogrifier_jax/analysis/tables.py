@@ -184,8 +184,9 @@ def write(
         workdirs.write_json(workdir, f"{name}.json", rows)
         workdirs.replace_text(path.with_suffix(".md"), table)
         try:
-            figure_of_set(each, rows).savefig(f"{path}.png", dpi=150)
-            draw_curves(rows, each.title).savefig(f"{path}_curves.png", dpi=150)
+            progress.save_figure(figure_of_set(each, rows), pathlib.Path(f"{path}.png"))
+            curves = pathlib.Path(f"{path}_curves.png")
+            progress.save_figure(draw_curves(rows, each.title), curves)
         except ImportError:
             logging.info("no pictures of %s: matplotlib is not installed", name)
         if report:

@@ -65,6 +65,9 @@ def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[st
     for folder in folders:
         if pathlib.Path(folder).is_file():
             raise errors.UsageError(f"{folder} is a file; results need the workdir of a run")
+    if options.methods:
+        for folder in folders:
+            workdirs.check_results(folder, "evaluation.json", "tokens/x", "dyneval/x")
     evaluations = [evaluate_workdir(folder, options) for folder in folders]
     if len(folders) > 1 or options.output:
         markdown = to_markdown(evaluations)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import pathlib
+import resource
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -214,10 +215,24 @@ class Checkpoints:
         # The storage library raises its own kinds for a full disk, a quota or a lost mount.
         except Exception as error:
             raise errors.UsageError(
-                f"no checkpoint could be saved in {self._folder} ({_shorten(error)}): it needs "
-                f"{self._bytes / 2**20 + 1:,.0f} MiB, and {self._free() / 2**20:,.0f} MiB are "
-                f"free; make room, then the same command goes on from step {self.latest_step or 0}"
+                f"no checkpoint could be saved in {self._folder} ({_shorten(error)}): "
+                f"{self._find_limit(error)}, then the same command goes on from step "
+                f"{self.latest_step or 0}"
             ) from None
+
+    def _find_limit(self, error: Exception) -> str:
+        """What keeps a checkpoint from being saved, as far as that can be told, and the remedy."""
+        place = os.statvfs(self._folder)
+        if place.f_files and not place.f_favail:
+            return "the disk has no inode for another file; delete files there"
+        needed, free = self._bytes + 2**20, self._free()
+        if free < needed or "No space" in str(error):
+            sizes = f"{needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
+            return f"it needs {sizes}; make room"
+        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if largest != resource.RLIM_INFINITY:
+            return f"no file may be larger than {largest:,} bytes; raise that limit (ulimit -f)"
+        return "the disk has room; see its quota, its permissions and its state"
 
     def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
         """The next step to try, read anew as a run may be writing; process 0 decides for all."""
@@ -307,8 +322,8 @@ class Checkpoints:
 
     def _make_room(self, step: int) -> None:
         """Moves a checkpoint of the same step out of the way until the new one is committed."""
-        if (self._folder / str(step)).exists():
-            shutil.rmtree(self._folder / f"{step}.replaced", ignore_errors=True)
+        if os.path.lexists(self._folder / str(step)):
+            _remove(self._folder / f"{step}.replaced")
             (self._folder / str(step)).rename(self._folder / f"{step}.replaced")
 
     def _prune(self) -> None:
@@ -321,7 +336,7 @@ class Checkpoints:
             return  # A damaged one does not say which was the best: keep them all.
         for step in set(steps) - {*newest, *bests}:
             # Renamed first: a folder half removed by a killed run must not look like a checkpoint.
-            shutil.rmtree(_rename_to_free(self._folder / str(step), f"{step}.removed"))
+            _remove(_rename_to_free(self._folder / str(step), f"{step}.removed"))
 
     def _set_aside(self, steps: Iterable[int]) -> None:
         if jax.process_index() == 0:
@@ -368,15 +383,23 @@ def _tidy(folder: pathlib.Path) -> None:
     """Removes what a killed run left half written or half removed."""
     for pattern in ("*.orbax-checkpoint-tmp*", "*.removed*"):
         for path in folder.glob(pattern):
-            shutil.rmtree(path)
+            _remove(path)
     _settle_replaced(folder)
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes what is in the place of a checkpoint; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _settle_replaced(folder: pathlib.Path) -> None:
     """Removes checkpoints that were replaced; takes one back whose place is empty."""
     for path in folder.glob("*.replaced"):
-        if path.with_suffix("").exists():
-            shutil.rmtree(path)
+        if os.path.lexists(path.with_suffix("")):
+            _remove(path)
         else:
             path.rename(path.with_suffix(""))
 
@@ -384,7 +407,7 @@ def _settle_replaced(folder: pathlib.Path) -> None:
 def _rename_to_free(path: pathlib.Path, name: str) -> pathlib.Path:
     """Renames to `name`, or `name.2`, `name.3`, ... if that is taken."""
     target, number = path.with_name(name), 2
-    while target.exists():
+    while os.path.lexists(target):
         target, number = path.with_name(f"{name}.{number}"), number + 1
     return path.rename(target)
 

@@ -20,7 +20,7 @@ from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics
+from mogrifier_jax.training import metrics, workdirs
 
 
 class _BarHandler(python_logging.Handler):
@@ -45,6 +45,9 @@ def setup_logging() -> None:
 
 def _is_for_people(record: python_logging.LogRecord) -> bool:
     """Leaves out what libraries tell of every step they take, and names the level of warnings."""
+    # Of what fails in the background of a save or a read, the caller hears too, in one sentence.
+    if record.exc_info and ("/orbax/" in record.pathname or record.name == "asyncio"):
+        return False
     warns = record.levelno >= python_logging.WARNING
     record.prefix = f"{record.levelname.lower()}: " if warns else ""
     return warns or not any(f"/{name}/" in record.pathname for name in ("orbax", "jax", "etils"))
@@ -264,7 +267,13 @@ def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
     axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
-    axes.figure.savefig(path, dpi=150)
+    return save_figure(axes.figure, path)
+
+
+def save_figure(figure, path: pathlib.Path) -> pathlib.Path:
+    """Writes a picture, whole or not at all."""
+    with workdirs.replacing(path) as file:
+        figure.savefig(file, dpi=150, format="png")
     return path
 
 

@@ -284,6 +284,17 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
         ) from None
 
 
+def check_results(workdir: str | os.PathLike, *names: str) -> None:
+    """Refuses a workdir in which these files cannot be written, before they are computed."""
+    for path in (pathlib.Path(workdir) / name for name in names):
+        try:
+            check_output(path, "file")
+        except errors.UsageError as error:
+            raise errors.UsageError(
+                f"{workdir} cannot keep results: {error}, such as a copy of the workdir"
+            ) from None
+
+
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
     """Waits for its turn: what is read, changed and written again in a folder."""

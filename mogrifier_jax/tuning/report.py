@@ -238,7 +238,7 @@ class Report(NamedTuple):
             f"({best.nats:.4f} nats); darker: better",
             fontsize=10,
         )
-        fig.savefig(self.folder / "parallel_coordinates.png", dpi=150)
+        progress.save_figure(fig, self.folder / "parallel_coordinates.png")
 
     def draw_learning_curves(self) -> None:
         """Draws validation cross-entropy over steps, for all trials whose folder is here."""
