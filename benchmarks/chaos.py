@@ -355,7 +355,7 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
 
 def run() -> int:
     """Parses its options, does what they ask for, and prints the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name in ("--kills", "--damages", "--disks", "--lines", "--seed"):
         parser.add_argument(name, type=int, default=0)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("/tmp/chaos"))

@@ -46,6 +46,9 @@ class Key(NamedTuple):
             return f"must be {_KINDS[self.kind]}"
         if self.kind in (int, float):
             return self._refusal_of_number(value)
+        if self.kind is tuple:
+            one = self._replace(kind=float, required=True)
+            return next((f"of which {v!r} {r}" for v in value if (r := one.refusal(v))), None)
         known = self.known()
         if not known or value in known:
             return None
@@ -74,7 +77,7 @@ class Key(NamedTuple):
 
 
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number"}
-_KINDS |= {str: "a text", tuple: "a tuple"}
+_KINDS |= {str: "a text", tuple: "a tuple of numbers"}
 SEED = Key(int, 1, low=0, high=2**32 - 1)  # JAX silently changes larger ones.
 COUNT = Key(int, low=1, high=10**9)
 TURN = Key(int, low=-1, high=10**9)  # Negative or absent: never.
@@ -96,7 +99,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         # What follows belongs to some corpora; None is their own default.
         "language": Key(str),  # mwc: en or fi.
         "path": Key(str),  # text: one file,
-        "fractions": Key(tuple),  # cut into train, valid and test by these shares of its lines,
+        "fractions": Key(
+            tuple, above=0.0, below=1.0
+        ),  # cut into train, valid and test by these shares of its lines,
         **dict.fromkeys(("train", "valid", "test"), Key(str)),  # or three files.
         "level": Key(str, choices="data.corpora.LEVELS"),
         "encoding": Key(str),
@@ -353,7 +358,7 @@ def build(
 def paper_numbers() -> dict[str, Any]:
     """The numbers of arXiv:1909.01792: tables, curves and the ranges that were tuned over."""
     folder = importlib.resources.files("mogrifier_jax.evaluation")
-    return json.loads((folder / "paper_results.json").read_text())
+    return json.loads((folder / "paper_results.json").read_text(encoding="utf-8"))
 
 
 def load_file(path: str | pathlib.Path) -> ModuleType:

@@ -146,17 +146,23 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
         return
     if place.coordinator:
         roll_call(place, 5 * peer_timeout)
-    jax.distributed.initialize(
-        place.coordinator,
-        place.num_processes,
-        place.process_id,
-        place.local_devices,
-        initialization_timeout=int(5 * peer_timeout),
-        heartbeat_timeout_seconds=int(2 * peer_timeout)
-        + 10,  # `Watch` is faster, and names the process.
-        shutdown_timeout_seconds=int(peer_timeout),
-        cluster_detection_method="deactivate" if place.coordinator else None,
-    )
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.num_processes,
+            place.process_id,
+            place.local_devices,
+            initialization_timeout=int(5 * peer_timeout),
+            # `Watch` is faster, and names the process.
+            heartbeat_timeout_seconds=int(2 * peer_timeout) + 10,
+            shutdown_timeout_seconds=int(peer_timeout),
+            cluster_detection_method="deactivate" if place.coordinator else None,
+        )
+    except (ValueError, KeyError, OSError) as error:  # Variables of a launcher that do not fit.
+        raise errors.UsageError(
+            f"JAX cannot find the other processes of this run ({error}); mend the variables of the "
+            "launcher, such as TPU_WORKER_HOSTNAMES, or give --num_processes=1 to run alone"
+        ) from None
     if jax.process_count() == 1:
         yield
         return

@@ -32,7 +32,7 @@ LIMITS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and launches; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m mogrifier_jax.launch", description=__doc__.splitlines()[0]
+        prog="python -m mogrifier_jax.launch", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--processes", type=int, default=2, help="how many processes")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")

@@ -11,10 +11,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback while libraries are imported.
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # Closed: the next file that is opened would get what is printed.
+            os.open(os.devnull, os.O_RDWR)
 
 try:
     import jax
@@ -147,8 +152,7 @@ def sentences() -> Iterator[None]:
             f'pip install "mogrifier_jax[{EXTRAS[error.name]}]"'
         ) from None
     except BrokenPipeError:
-        # The reader of the output has gone. The rest of the output is thrown away.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of the output has gone.
         raise errors.UsageError("nobody reads the output any more; what was saved stays") from None
     except RuntimeError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -382,15 +386,43 @@ def explain(error: BaseException) -> str:
 def run() -> None:
     """The command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    prepare_streams()
     try:
         with sentences():
-            app.run(main, flags_parser=parse_flags)
+            app.run(run_mode, flags_parser=parse_flags)
     except (errors.UsageError, errors.Diverged, errors.Interrupted) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        end(f"{type(error).__name__}: {error}", error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        end("interrupted; the same command goes on from the last checkpoint", 128 + signal.SIGINT)
+
+
+def run_mode(argv: Sequence[str]) -> None:
+    """Runs `main`, and writes out all that was printed, which may meet a full disk."""
+    main(argv)
+    sys.stdout.flush()
+
+
+def prepare_streams() -> None:
+    """Makes output possible in any environment, before there is any."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # It was closed.
+            setattr(sys, name, open(number, "w", closefd=False))
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # Of what ASCII, or Latin-1, lacks.
+    if "MPLBACKEND" in os.environ:  # Pictures go to files, and this one may be unknown.
+        os.environ["MPLBACKEND"] = "agg"
+
+
+def end(message: str, code: int) -> NoReturn:
+    """Ends with a message, if it can be shown, and in any case with this code."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # What cannot be written is thrown away, or the code would be another.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 if __name__ == "__main__":

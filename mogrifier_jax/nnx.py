@@ -30,6 +30,11 @@ __all__ = [
 ]
 
 
+def _check_features(size: Any) -> None:
+    whole = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    errors.check(whole, f"in_features {size!r} must be a whole number, at least 1")
+
+
 class _Shell(nnx.Module):
     """An NNX module with the parameters of a linen module, which is `spec`."""
 
@@ -44,6 +49,7 @@ class _Shell(nnx.Module):
         metadata: Mapping[str, Mapping[str, Any]] | None = None,  # By path, as "gates/input".
         **options: Any,
     ):
+        _check_features(in_features)
         self.in_features = in_features
         self.hidden_features = hidden_features
         params = self.init_linen(rngs.params(), options).get("params", {})
@@ -154,6 +160,7 @@ class Mogrifier(_Shell):
 
     def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
         """Makes the linen module and the weights of all rounds."""
+        _check_features(self.hidden_features)
         self.spec = layers.Mogrifier(**options, parent=None)
         sizes = (self.in_features, self.hidden_features)
         return self.spec.init(key, *(jax.numpy.zeros(size, self.spec.dtype) for size in sizes))

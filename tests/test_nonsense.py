@@ -1,8 +1,14 @@
 """Nonsense from Python, in experiment files and in the environment: one sentence each."""
 
+import ast
 import copy
+import io
 import math
+import os
 import pathlib
+import pickle
+import subprocess
+import sys
 
 import flax.linen as nn
 import flax.nnx
@@ -10,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, main, nnx
+from mogrifier_jax import configs, distributed, errors, main, nnx
+from mogrifier_jax.analysis import sweeps
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import methods, scoring, trained
 from mogrifier_jax.nn import from_flax, layers, rnn
 from mogrifier_jax.training import runs
@@ -73,6 +81,42 @@ NONSENSE = {
         lambda m: rnn.RNN(layers.LSTMCell(4)).init(jax.random.key(0), [[[1.0]]]),
         "over a list .* an array",
     ),
+    **{
+        f"nnx.{name}({size!r}, 8)": (
+            lambda m, name=name, size=size: getattr(nnx, name)(size, 8, rngs=flax.nnx.Rngs(0)),
+            "in_features .* must be a whole number, at least 1",
+        )
+        for name, size in [
+            *((name, 0) for name in nnx.__all__ if name != "RNN"),
+            *(("LSTMCell", size) for size in (-1, 2.5, "4", None, True)),
+        ]
+    },
+    "nnx.Mogrifier(8, 0)": (
+        lambda m: nnx.Mogrifier(8, 0, rngs=flax.nnx.Rngs(0)),
+        "in_features 0 must be",
+    ),
+    "no features": (
+        lambda m: rnn.RNN(layers.LSTMCell(4)).init(jax.random.key(0), jnp.ones((2, 3, 0))),
+        "has no features",
+    ),
+    "no features to gate": (
+        lambda m: layers.Mogrifier().init(jax.random.key(0), jnp.ones((2, 0)), jnp.ones((2, 3))),
+        "must have features",
+    ),
+    **{
+        f"convert {what}": (
+            lambda m, change=change: from_flax.convert(*changed(change)),
+            r"params\['h[a-z]'\] of a LSTMCell with 4 features must have",
+        )
+        for what, change in {
+            "without biases": lambda leaves: {"kernel": leaves["kernel"]},
+            "without kernels": lambda leaves: {"bias": leaves["bias"]},
+            "of other sizes": lambda leaves: leaves | {"kernel": jnp.ones((4, 5))},
+            "of other ranks": lambda leaves: leaves | {"bias": jnp.ones((4, 1))},
+            "of no leaves": lambda leaves: 5,
+        }.items()
+    },
+    "load('')": (lambda m: trained.load(""), "workdir is an empty text; give"),
     "to_flax": (lambda m: from_flax.to_flax(5), "5 is not a cell"),
     "load(5)": (lambda m: trained.load(5), "workdir 5 is not a path"),
     "seq_lengths": (lambda m: run_linen(seq_lengths="x"), "seq_lengths 'x' must be"),
@@ -80,6 +124,14 @@ NONSENSE = {
     "initial_carry": (lambda m: run_linen(initial_carry=5), "initial_carry 5 is not a carry"),
     "remat_window": (lambda m: run_linen(remat_window=2.5), "remat_window 2.5 must be a whole"),
 }
+
+
+def changed(change):
+    """A cell of Flax, and its parameters after a change of those that read h."""
+    cell = nn.LSTMCell(4)
+    carry = cell.initialize_carry(jax.random.key(0), (2, 3))
+    params = cell.init(jax.random.key(0), carry, jnp.ones((2, 3)))["params"]
+    return cell, {n: change(dict(p)) if n.startswith("h") else p for n, p in params.items()}
 
 
 def spoiled(model):
@@ -103,6 +155,55 @@ def test_nonsense_from_python_is_one_sentence(model, name):
     call, words = NONSENSE[name]
     with pytest.raises(errors.UsageError, match=words):
         call(model)
+
+
+def test_a_model_is_pickled_with_its_weights(model):
+    again = pickle.loads(pickle.dumps(model))
+    assert again.generate("some", length=5) == model.generate("some", length=5)
+    assert again.score("some text").nats.tolist() == model.score("some text").nats.tolist()
+    assert repr(again) == repr(model)
+    other = copy.copy(model)
+    other.params = jax.tree.map(lambda leaf: leaf + 1, model.params)  # They are those that are set.
+    found = pickle.loads(pickle.dumps(other)).score("some text")
+    assert found.nats.tolist() == other.score("some text").nats.tolist()
+    assert found.nats.tolist() != model.score("some text").nats.tolist()
+
+
+@pytest.mark.parametrize(
+    "sets", ["{'models': 3}", "3", "{'a': configs.Set('x', 5)}", "{'a': configs.Set('x', [3])}"]
+)
+def test_sets_that_are_none_are_named(tmp_path, sets):
+    path = tmp_path / "experiment.py"
+    path.write_text(
+        f"from mogrifier_jax import configs\nSETS = {sets}\nget_config = configs.base\n"
+    )
+    with pytest.raises(errors.UsageError, match=r"SETS of .*experiment.py must map names"):
+        sweeps.Sweep(str(path)).find_sets("a")
+
+
+@pytest.mark.parametrize("value", ["('a', 'b', 'c')", "(0.5, None, 0.5)", "(1.5, 0.1, 0.1)", "()"])
+def test_fractions_are_numbers(value, tmp_path):
+    (tmp_path / "text").write_text("some words\n" * 30)
+    config = configs.base(written.experiment.get_config("tiny"))
+    with pytest.raises(errors.UsageError, match="fractions"):
+        with config.unlocked():
+            configs.assign(config, "data.fractions", ast.literal_eval(value))
+        configs.check(config)
+        corpora.load_corpus(
+            "text",
+            path=str(tmp_path / "text"),
+            fractions=config.data.fractions,
+            data_dir=str(tmp_path / "data"),
+        )
+
+
+@pytest.mark.parametrize("name", ["undefined", "idna", "rot13", "hex", "no such", "x\0", "utf-7"])
+def test_an_encoding_that_is_none_is_refused(name, tmp_path):
+    (tmp_path / "text").write_bytes(b"some words \xff\xfe ..\n" * 30)
+    with pytest.raises(errors.UsageError, match=r"encoding|is not"):
+        corpora.load_corpus(
+            "text", path=str(tmp_path / "text"), encoding=name, data_dir=str(tmp_path / "data")
+        )
 
 
 def test_a_broken_experiment_is_named_with_its_line(tmp_path):
@@ -139,3 +240,76 @@ def test_flags_that_would_abort_the_process_are_refused(value, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", value)
     with pytest.raises(errors.UsageError, match=rf"XLA_FLAGS='{value}' cannot be read \(\w+"):
         runs.check_flags()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_of_any_encoding(encoding, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding)
+    with pytest.raises(UnicodeEncodeError):  # Control.
+        print("\u25bc \ud800", file=out)
+    monkeypatch.setattr(sys, "stdout", out)
+    main.prepare_streams()
+    print("a\u25bc\ud800", flush=True)
+    assert out.buffer.getvalue().startswith(b"a")
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = "--mode=config --config=experiments/pydoc.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (f"-m mogrifier_jax.main {CONFIG} >&-", 0),
+        (f"-m mogrifier_jax.main {CONFIG} <&- >&- 2>&-", 0),
+        (f"-m mogrifier_jax.main {CONFIG} >/dev/full", 2),
+        (f"-m mogrifier_jax.main {CONFIG} >/dev/full 2>/dev/full", 2),
+        ("-m mogrifier_jax.main --mode=no 2>/dev/full", 2),
+        ("-m mogrifier_jax.main --mode=no 2>&-", 2),
+        (f"-OO -m mogrifier_jax.main {CONFIG}", 0),
+        ("-OO -m mogrifier_jax.launch --help", 0),
+        ("-OO -m mogrifier_jax.launch --processes=0", 2),
+    ],
+)
+def test_the_code_does_not_depend_on_where_the_output_goes(line, code):
+    done = subprocess.run(
+        f"{sys.executable} {line}", shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_ends_well_in_a_strange_environment(tmp_path):
+    strange = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    strange |= {"PYTHONCOERCECLOCALE": "0", "JAX_ENABLE_X64": "1", "MPLBACKEND": "nonsense"}
+    strange |= {"JAX_THREEFRY_PARTITIONABLE": "0"}
+    command = [sys.executable, "-m", "mogrifier_jax.main", "--config=experiments/pydoc.py:tiny"]
+    command += ["--cpu_devices=1"]
+    for name, environment in (("strange", strange), ("plain", {})):
+        done = subprocess.run(
+            [*command, f"--workdir={tmp_path / name}"],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "strange" / "learning_curve.png").exists()
+    same = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("strange", "plain")]
+    assert same[0] == same[1]
+
+
+def test_variables_of_a_pod_that_do_not_fit_are_one_sentence(monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    place = distributed.find_place(environment={"TPU_WORKER_HOSTNAMES": "a,b"})
+    with (
+        pytest.raises(
+            errors.UsageError, match=r"cannot find the other processes .*TPU_WORKER_HOST"
+        ),
+        distributed.session(place),
+    ):
+        pass

@@ -38,6 +38,16 @@ class Job(NamedTuple):
         return f"{self.variant}, seed {self.seed}"
 
 
+def is_set(value: Any) -> bool:
+    """Whether it is a `configs.Set` of rows."""
+    return (
+        isinstance(value, configs.Set)
+        and isinstance(value.rows, Sequence)
+        and bool(value.rows)
+        and all(isinstance(row, configs.Row) and isinstance(row.variant, str) for row in value.rows)
+    )
+
+
 class Sweep:
     """An experiment file with its sets, in one size and with the command line's overrides."""
 
@@ -59,6 +69,11 @@ class Sweep:
     def find_sets(self, names: str) -> dict[str, configs.Set]:
         """The sets with these names, which commas separate."""
         known, chosen = self.module.SETS, names.split(",")
+        if not (isinstance(known, Mapping) and all(map(is_set, known.values()))):
+            raise errors.UsageError(
+                f"SETS of {self.path} must map names to configs.Set, each with a list of "
+                "configs.Row; mend the experiment, as in experiments/ablation.py"
+            )
         for name in chosen:
             if name not in known:
                 raise errors.UsageError(
@@ -240,7 +255,8 @@ def finished(job: Job, code: int) -> bool:
     """Whether a run ended by itself and was not stopped; an error of a run ends the sweep."""
     log = job.folder / "log.txt"
     if code == errors.Diverged.exit_code:
-        write_record(job.folder, diverged=log.read_text().strip().splitlines()[-1])
+        said = files.read_bytes(log).decode(errors="replace").strip().splitlines()
+        write_record(job.folder, diverged=said[-1] if said else "diverged")
     elif code in (errors.Interrupted.exit_code, -signal.SIGTERM):
         return False
     elif code:

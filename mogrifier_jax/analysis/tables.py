@@ -203,7 +203,7 @@ def insert(report: str | os.PathLike, name: str, made: pathlib.Path) -> None:
     report = pathlib.Path(report)
     kept = report.parent / "docs" / "results"
     kept.mkdir(parents=True, exist_ok=True)
-    table = made.with_suffix(".md").read_text()
+    table = made.with_suffix(".md").read_text(encoding="utf-8")
     for ending, what in ((".json", ""), (".png", name), ("_curves.png", f"{name}, curves")):
         source, target = pathlib.Path(f"{made}{ending}"), re.sub(r"\W+", "_", name) + ending
         if source.exists():
@@ -217,7 +217,7 @@ def replace_section(report: pathlib.Path, name: str, content: str) -> None:
     section = f"<!-- {name} -->\n{content}<!-- end -->"
     place = re.compile(rf"<!-- {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
     with workdirs.locked(report.parent):
-        text = report.read_text() if report.is_file() else ""  # A device has no end.
+        text = files.read_text(report, "give another document") if report.is_file() else ""
         if place.search(text):
             text = place.sub(lambda _: section, text)
         else:

@@ -69,7 +69,7 @@ def load_weights(
             f"workdir {workdir!r} is not a path; give that of a trained run, as 'runs/pydoc'"
         )
     if not os.fspath(workdir):
-        raise errors.UsageError("--workdir is missing; give that of a trained run")
+        raise errors.UsageError("workdir is an empty text; give that of a trained run")
     if pathlib.Path(workdir).is_file():
         return load_file(workdir, mesh)
     if not pathlib.Path(workdir).is_dir():
@@ -187,6 +187,8 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> Pretrained:
 
 def export(workdir: str, output: str | None = None) -> None:
     """`--mode=export`: writes the best weights of a run to one file to share."""
+    if not workdir:
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
     path = output or os.path.join(workdir, "model.safetensors")
     save_file(load_weights(workdir), path)
     size = os.path.getsize(path) / 2**20

@@ -143,6 +143,11 @@ class TrainedModel:
         self._predict = jax.jit(functools.partial(_predict, model), static_argnames="top")
         self._advance = jax.jit(functools.partial(_advance, model), static_argnames="sampling")
 
+    def __reduce__(self) -> Any:
+        """Pickles the weights and what describes them; compiled programs are made anew."""
+        params = jax.tree.map(np.asarray, self.params)
+        return _from_host, (self._loaded._replace(params=params),)
+
     def __repr__(self) -> str:
         about = f"{self.info['workdir']!r}, {self.info['which']}, step {self.info['step']:,}"
         return f"TrainedModel({about}, {self.model.num_layers} layers of {self.model.hidden_size})"
@@ -321,6 +326,11 @@ def load(workdir: str | os.PathLike, which: checkpoints.Which = "best") -> Train
     return TrainedModel(pretrained.load_weights(workdir, which))
 
 
+def _from_host(loaded: pretrained.Pretrained) -> TrainedModel:
+    """A model whose weights come from a pickle, on the device where `load` puts them."""
+    return TrainedModel(loaded._replace(params=jax.device_put(loaded.params, jax.devices()[0])))
+
+
 def _predict(model, params, window, expected, carry, temperature, *, top):
     """The fields of `Predictions` after each token of a window [1, T], and the carry."""
     logits, carry = model.apply({"params": params}, window, carry, temperature, method="logits")
@@ -379,6 +389,8 @@ def encode_prompt(vocab: corpora.Vocabulary, prompt: str | None) -> np.ndarray:
 def print_samples(workdir: str, sampling: Sampling, prompt: str | None = None) -> None:
     """`--mode=sample`: prints one sample as it is drawn, or several one after the other."""
     sampling.check()
+    if not workdir:
+        raise errors.UsageError("--workdir is missing; give that of a trained run")
     model = TrainedModel(pretrained.load_weights(workdir))
     drawn = model.draw(sampling, prompt)
     begin = encode_prompt(model.vocabulary, prompt)

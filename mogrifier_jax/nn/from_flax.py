@@ -155,6 +155,24 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
             f"{type(cell).__name__} are {', '.join(sorted(names))}"
         )
 
+    size = cell.features
+    for name, leaves in params.items():
+        shapes = (
+            {} if not isinstance(leaves, Mapping) else {n: jnp.shape(a) for n, a in leaves.items()}
+        )
+        wanted: dict[str, tuple[Any, ...]] = {"kernel": (size if name[0] == "h" else None, size)}
+        if name[0] == kind.biased:
+            wanted["bias"] = (size,)
+        for leaf, shape in wanted.items():
+            found = shapes.get(leaf)
+            same = found is not None and len(found) == len(shape)
+            if not same or any(w not in (None, f) for f, w in zip(found or (), shape, strict=True)):
+                raise errors.UsageError(
+                    f"params[{name!r}] of a {type(cell).__name__} with {size} features must have a "
+                    f"{leaf} of shape {shape}, and has {found or 'none'}; give those that its init "
+                    "made"
+                )
+
     def stack(side, leaf, axis):
         return jnp.stack([params[side + gate][leaf] for gate in kind.gates], axis)
 

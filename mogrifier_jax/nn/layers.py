@@ -357,6 +357,7 @@ class Mogrifier(nn.Module):
             f"x {x.shape} and h {h.shape} must agree in all axes but the last, their features",
         )
         sizes = [h.shape[-1], x.shape[-1]]
+        check(min(sizes) >= 1, f"x {x.shape} and h {h.shape} must have features; give at least 1")
         rounds = []
         for i in range(1, self.rounds + 1):
             size_in, size_out = sizes if i % 2 else sizes[::-1]

@@ -27,7 +27,8 @@ class _BarHandler(python_logging.Handler):
     """Prints above the bar instead of into it."""
 
     def emit(self, record: python_logging.LogRecord) -> None:
-        tqdm.tqdm.write(self.format(record), file=sys.stderr)
+        with contextlib.suppress(OSError):  # No log line is worth a run: stderr may be full.
+            tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
 def setup_logging() -> None:

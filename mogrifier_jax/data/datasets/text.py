@@ -134,3 +134,7 @@ def _read(path: str, options: Options) -> str:
             f"text file {path} is not {encoding}: {error.reason} at byte {error.start}; set "
             "encoding to the right one, or level to byte"
         ) from error
+    except ValueError as error:  # Of codecs that are no encodings of texts.
+        raise errors.UsageError(
+            f"encoding {encoding!r} cannot read {path} ({error}); use another, such as utf-8"
+        ) from error
