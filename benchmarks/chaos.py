@@ -300,18 +300,6 @@ class Deck:
         return f"{len(self.dealt)} of {len(self._names)}"
 
 
-def flags_of(mode: str) -> list[str]:
-    """Those whose help names the mode, or none."""
-    found = []
-    for flag in main.FLAGS.flags_by_module_dict()[main.__name__]:
-        modes = flag.help.partition(":")[0].removeprefix("For ").split(", ")
-        if flag.name not in ("mode", "eval") and (
-            mode in modes or not set(modes) & set(main.MODES)
-        ):
-            found.append(flag.name)
-    return found
-
-
 def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) -> None:
     """Command lines of all modes in turn, with one or two drawn values each."""
     log = root / "log"
@@ -319,9 +307,9 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
         pkgutil.resolve_name(f"mogrifier_jax.{path}")  # Imported before the forks.
     keys = Deck([f"config.{name}" for name in configs.keys()], draw)
     evaluation = Deck([f"eval.{name}" for name in methods.OPTIONS], draw)
-    own = {mode: Deck(flags_of(mode), draw) for mode in main.MODES}
+    own = {mode: Deck([n for n in main.flags_of(mode) if n != "eval"], draw) for mode in main.MODES}
     for i in range(count):
-        mode = main.MODES[i % len(main.MODES)]
+        mode = list(main.MODES)[i % len(main.MODES)]
         base, decks = {"mode": mode, "workdir": str(reference)}, [own[mode]]
         if mode in ("train", "preflight", "sweep", "tune", "config"):
             base |= {"config": CONFIG, "workdir": str(root / f"lines{i}")}

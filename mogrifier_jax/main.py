@@ -6,12 +6,11 @@ it is used. An error that people or their disks can cause ends with one sentence
 
 import contextlib
 import errno
-import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback while libraries are imported.
@@ -31,10 +30,60 @@ except ValueError as error:  # It reads the environment as it is imported.
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from mogrifier_jax import configs, errors
+import mogrifier_jax
+from mogrifier_jax import configs, errors, files
 
 FLAGS = flags.FLAGS
-MODES = "train evaluate sample export preflight sweep inspect explore tune config".split()
+
+
+class Mode(NamedTuple):
+    """What a mode does, and the flags of an example."""
+
+    does: str
+    example: str
+
+
+MODES = {
+    "train": Mode(
+        "trains the experiment of --config in --workdir; goes on where it was",
+        "--config=experiments/pydoc.py --workdir=runs/pydoc",
+    ),
+    "evaluate": Mode(
+        "scores the runs in --workdir as --eval.* says",
+        "--workdir=runs/pydoc --eval.methods=deterministic,mc",
+    ),
+    "sample": Mode(
+        "draws text from the run in --workdir", '--workdir=runs/pydoc --prompt="The " --length=200'
+    ),
+    "export": Mode(
+        "writes the best weights of the run in --workdir to one file",
+        "--workdir=runs/pydoc --output=pydoc.safetensors",
+    ),
+    "preflight": Mode(
+        "compiles the experiment of --config for the chips of --topology, and says what it costs",
+        "--config=experiments/enwik8.py --topology=v5e:2x2",
+    ),
+    "sweep": Mode(
+        "runs the variants of --set with all --seeds in --workdir, and compares them",
+        "--config=experiments/ablation.py:tiny --set=rounds --seeds=1,2",
+    ),
+    "inspect": Mode(
+        "compares gates and losses of the runs in --workdir",
+        "--workdir=runs/pydoc,runs/pydoc_lstm --json=gates.json",
+    ),
+    "explore": Mode(
+        "writes a page that shows the runs in --workdir reading a text",
+        '--workdir=runs/pydoc --prompt="The lambda form"',
+    ),
+    "tune": Mode(
+        "searches for the best settings of --config, or of dynamic evaluation of a run",
+        "--config=experiments/ptb.py --study=appendix_a --trials=20",
+    ),
+    "config": Mode(
+        "prints the config of --config as it would run, or writes it to --json",
+        "--config=experiments/pydoc.py:tiny",
+    ),
+}
 # The extra that a missing module belongs to. The cells need no extra.
 EXTRAS = {
     **dict.fromkeys(("tensorflow_datasets", "importlib_resources"), "data"),
@@ -65,37 +114,100 @@ DEVICES = {
     "Unable to initialize backend": "the devices cannot be used ({}); see JAX_PLATFORMS",
 }
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Experiment file, as file.py:variant.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, plots.")
-_MODE = flags.DEFINE_string("mode", "train", f"What to do: {', '.join(MODES)}.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "For preflight: chips, as v5e:4x4 or h100:8.")
-_SEARCH = flags.DEFINE_bool("search", False, "For preflight: try all data x model splits.")
-_JSON = flags.DEFINE_string("json", None, "For preflight, inspect, config: a file for JSON.")
-_TEXT = flags.DEFINE_string("text", None, "For explore: a file to read.")
-_PROMPT = flags.DEFINE_string("prompt", None, "For sample: how the text begins; explore: the text.")
-flags.DEFINE_integer("length", 300, "For sample, explore: tokens to draw, to show.")
-flags.DEFINE_float("temperature", 1.0, "For sample: below 1 is more careful.")
-flags.DEFINE_integer("top_k", None, "For sample: only the k likeliest tokens.")
-flags.DEFINE_float("top_p", None, "For sample: only tokens of this probability in all.")
-flags.DEFINE_float("min_p", None, "For sample: only with this share of the likeliest.")
-flags.DEFINE_integer("num_samples", 1, "For sample: texts to draw at once.")
-flags.DEFINE_integer("seed", 0, "For sample: of the draws.")
-_OUTPUT = flags.DEFINE_string("output", None, "For export: the file, as name.safetensors.")
-_SET = flags.DEFINE_string("set", None, "For sweep: which sets of the experiment, as a,b.")
-_SEEDS = flags.DEFINE_string("seeds", "1", "For sweep: of the runs, as 1,2,3.")
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "For sweep, tune: runs at a time.")
-_REPORT = flags.DEFINE_string("report", None, "For sweep, inspect: Markdown to renew tables in.")
-_STUDY = flags.DEFINE_string("study", None, "For tune: a study of the paper, or a JSON file.")
-_TRIALS = flags.DEFINE_integer("trials", 100, "For tune: of the study, all workers together.")
-_STORAGE = flags.DEFINE_string("storage", None, "For tune: URL or journal file, if shared.")
-_SAMPLER = flags.DEFINE_string("sampler", "gp", "For tune: gp, tpe or random.")
-_PRUNE = flags.DEFINE_bool("prune", False, "For tune: stop trials that are below the median.")
-_PROFILE = flags.DEFINE_string("profile_steps", None, "Trace steps N:M into <workdir>/profile.")
-_CPU_DEVICES = flags.DEFINE_integer("cpu_devices", None, "CPU devices, if not one for each core.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, of many.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes make the run.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
-_PEER_TIMEOUT = flags.DEFINE_float("peer_timeout", 60.0, "Seconds until a process counts as lost.")
+# The modes that have a flag, by its name. A mode refuses the flags of others.
+MODES_OF: dict[str, tuple[str, ...]] = {}
+
+
+def define(
+    kind: Callable[..., Any], name: str, default: Any, modes: Iterable[str], text: str
+) -> Any:
+    """Defines a flag of these modes."""
+    MODES_OF[name] = tuple(modes)
+    return kind(name, default, text)
+
+
+TEXT, WHOLE, REAL, SWITCH = (
+    flags.DEFINE_string,
+    flags.DEFINE_integer,
+    flags.DEFINE_float,
+    flags.DEFINE_bool,
+)
+CONFIGURED = ("train", "preflight", "sweep", "tune", "config")
+PLACED = tuple(mode for mode in MODES if mode not in ("preflight", "config"))
+TUNED_DYNEVAL = "tune --study=dyneval"  # A mode of its own: a trained run has its config.
+ENSEMBLE = "evaluate --eval.ensemble"
+_CONFIG = define(
+    config_flags.DEFINE_config_file,
+    "config",
+    None,
+    CONFIGURED,
+    "the experiment, as file.py:variant; --config.KEY=VALUE changes a key",
+)
+_WORKDIR = define(
+    TEXT, "workdir", None, (*PLACED, TUNED_DYNEVAL), "the folder of the run; some take a,b,c"
+)
+_MODE = define(TEXT, "mode", "train", (*MODES, TUNED_DYNEVAL, ENSEMBLE), "what to do")
+_TOPOLOGY = define(TEXT, "topology", None, ["preflight"], "the chips, as v5e:4x4 or h100:8")
+_SEARCH = define(SWITCH, "search", False, ["preflight"], "try all data x model splits")
+_JSON = define(TEXT, "json", None, ["preflight", "inspect", "config"], "a file for the numbers")
+_TEXT = define(TEXT, "text", None, ["explore"], "a file to read")
+_PROMPT = define(TEXT, "prompt", None, ["sample", "explore"], "how the text begins, or the text")
+define(WHOLE, "length", 300, ["sample", "explore"], "how many tokens to draw, or to show")
+define(REAL, "temperature", 1.0, ["sample"], "divides the logits: below 1 is more careful")
+define(WHOLE, "top_k", None, ["sample"], "draw only from the k likeliest tokens")
+define(REAL, "top_p", None, ["sample"], "draw only from the likeliest tokens of this probability")
+define(
+    REAL, "min_p", None, ["sample"], "draw only tokens at least min_p times as likely as the best"
+)
+define(WHOLE, "num_samples", 1, ["sample"], "how many texts to draw at once")
+define(WHOLE, "seed", 0, ["sample"], "of the draws")
+_OUTPUT = define(TEXT, "output", None, ["export"], "the file, as name.safetensors")
+_SET = define(TEXT, "set", None, ["sweep"], "which sets of the experiment to run, as a,b")
+_SEEDS = define(TEXT, "seeds", "1", ["sweep"], "the seeds of the runs, as 1,2,3")
+_PARALLEL = define(
+    WHOLE, "parallel", 1, ["sweep", "tune", TUNED_DYNEVAL], "how many runs at a time"
+)
+_REPORT = define(TEXT, "report", None, ["sweep", "inspect"], "a Markdown file to renew tables in")
+_STUDY = define(
+    TEXT, "study", None, ["tune", TUNED_DYNEVAL], "a study of the paper, dyneval, or a JSON file"
+)
+_TRIALS = define(
+    WHOLE, "trials", 100, ["tune", TUNED_DYNEVAL], "how many trials, of all workers together"
+)
+_STORAGE = define(
+    TEXT, "storage", None, ["tune", TUNED_DYNEVAL], "a URL or a journal file, if workers share it"
+)
+_SAMPLER = define(TEXT, "sampler", "gp", ["tune", TUNED_DYNEVAL], "gp, tpe or random")
+_PRUNE = define(SWITCH, "prune", False, ["tune"], "stop trials that are below the median")
+_PROFILE = define(TEXT, "profile_steps", None, ["train"], "trace steps N:M into <workdir>/profile")
+EVERYWHERE = (*PLACED, TUNED_DYNEVAL, ENSEMBLE)
+_CPU_DEVICES = define(
+    WHOLE,
+    "cpu_devices",
+    None,
+    (*EVERYWHERE, "preflight"),
+    "CPU devices; one for each core if unset",
+)
+_COORDINATOR = define(TEXT, "coordinator", None, EVERYWHERE, "host:port of process 0, of many")
+_NUM_PROCESSES = define(WHOLE, "num_processes", None, EVERYWHERE, "how many processes make the run")
+_PROCESS_ID = define(WHOLE, "process_id", None, EVERYWHERE, "which of them this one is, from 0")
+_PEER_TIMEOUT = define(REAL, "peer_timeout", 60.0, EVERYWHERE, "seconds until a process is lost")
+MODES_OF["eval"] = ("evaluate", TUNED_DYNEVAL, ENSEMBLE)
+# What people mean by a flag that their mode does not have, if it has another name there.
+MEANT = {
+    ("evaluate", "prompt"): "eval.text",
+    ("evaluate", "num_samples"): "eval.samples",
+    ("evaluate", "report"): "eval.output",
+    ("evaluate", "json"): "eval.output",
+    ("sample", "text"): "prompt",
+    ("sample", "eval.text"): "prompt",
+    ("sample", "eval.samples"): "num_samples",
+    ("sweep", "seed"): "seeds",
+    ("sweep", "config.seed"): "seeds",
+    ("train", "seeds"): "config.seed",
+    ("explore", "eval.window"): "length",
+    ("inspect", "output"): "json",
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -334,11 +446,16 @@ def default_workdir() -> str:
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Parses the command line; whatever is wrong with it becomes one sentence."""
-    name = ""
-    for flag, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        flag, equals, value = flag.partition("=")
-        if not name and flag in ("--config", "-config"):
-            name = value if equals else following
+    check_flagfiles(argv[1:], set())
+    given = read_line(FLAGS.read_flags_from_files(list(argv[1:]), force_gnu=False))
+    if helps := {"help", "h", "helpshort", "helpfull", "version"} & {name for name, _ in given}:
+        shown = dict(given).get("mode")
+        print(
+            f"mogrifier_jax {mogrifier_jax.__version__}" if "version" in helps else help_on(shown)
+        )
+        sys.exit(0)
+    check_line(given)
+    name = dict(given).get("config", "")
     if os.path.exists(path := name.partition(":")[0]) and not os.path.isfile(path):
         raise errors.UsageError(f"--config={path} is not a file; give one, as in experiments/")
     try:
@@ -350,6 +467,109 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         if not isinstance(error, known):
             raise
         raise errors.UsageError(explain(error)) from None
+
+
+def check_flagfiles(arguments: Iterable[str], seen: set[str]) -> None:
+    """Refuses a --flagfile that is not a file, before it is opened; also in other such files."""
+    for name, path in read_line(arguments):
+        if name == "flagfile" and path and path not in seen:
+            lines = files.read_text(os.path.expanduser(path), "give a file of flags").splitlines()
+            check_flagfiles([line for line in lines if line.startswith("-")], seen | {path})
+
+
+def read_line(arguments: Iterable[str]) -> list[tuple[str, str]]:
+    """Names and values of the flags of a command line, whether or not they are known."""
+    left, found = list(arguments), []
+    while left and left[0].startswith("-") and left[0] != "--":
+        name, equals, value = left.pop(0).lstrip("-").partition("=")
+        if not equals and name not in FLAGS and name.startswith("no") and name[2:] in FLAGS:
+            name, value = name[2:], "False"
+        elif not equals and name in FLAGS and FLAGS[name].boolean:
+            value = "True"
+        elif not equals and left and not left[0].startswith("-"):
+            value = left.pop(0)
+        found.append((name, value))
+    return found
+
+
+def check_line(given: Sequence[tuple[str, str]]) -> None:
+    """Refuses flags that the mode does not have, and flags that are given twice."""
+    values = dict(given)
+    for name, value in given:
+        if value != values[name]:
+            both = "" if name == "storage" else f", as {value} and as {values[name]}"
+            raise errors.UsageError(f"--{name} is given twice{both}; give it once")
+    mode = values.get("mode", "train")
+    if mode not in MODES:
+        return  # `main` refuses it.
+    if mode == "tune" and values.get("study") == "dyneval":
+        mode = TUNED_DYNEVAL
+    if mode == "evaluate" and values.get("eval.ensemble"):
+        mode = ENSEMBLE
+    for name, value in given:
+        section = name.partition(".")[0]
+        has = section not in MODES_OF or mode in MODES_OF[section]
+        if mode == ENSEMBLE and section == "eval":
+            has = name in ("eval.ensemble", "eval.output")
+        if not has or (mode, name) == ("sweep", "config.seed"):  # A sweep sets the seeds itself.
+            raise errors.UsageError(refusal(mode, name, value))
+    if values.get("eval.text") and "eval.splits" in values:
+        raise errors.UsageError(
+            "--eval.splits is of the corpus, and --eval.text scores a file; give one of them"
+        )
+
+
+def refusal(mode: str, name: str, value: str) -> str:
+    """Says that a mode does not have a flag, and which one was probably meant."""
+    start = f"--{name} is not a flag of --mode={mode}"
+    known = [flag for flag in flags_of(mode) if flag not in ("config", "eval")]
+    if mode in MODES_OF["config"]:
+        known += [f"config.{key}" for key in configs.keys()]
+    if mode in MODES_OF["eval"] and mode != ENSEMBLE:
+        from mogrifier_jax.evaluation import methods
+
+        known += [f"eval.{key}" for key in methods.OPTIONS]
+    leaf = name.rpartition(".")[2]
+    near = [flag for flag in known if flag.rpartition(".")[2] == leaf]
+    meant = MEANT.get((mode, name)) or min(near, key=lambda flag: flag.count("."), default=None)
+    if meant:
+        return f"{start}; did you mean --{meant}={value}?"
+    if name.startswith("config.") and mode in PLACED:
+        return f"{start}: the run in --workdir has its own config; leave it out"
+    others = [f"--mode={other}" for other in MODES_OF[name.partition(".")[0]] if other in MODES]
+    return f"{start}; leave it out, or use {' or '.join(others)}"
+
+
+def flags_of(mode: str) -> list[str]:
+    """The names of the flags that a mode has."""
+    return [name for name, modes in MODES_OF.items() if mode in modes and name != "mode"]
+
+
+def help_on(mode: str | None) -> str:
+    """The help: of one mode, or of all."""
+    lines = ["python -m mogrifier_jax.main --mode=MODE --name=value ...", ""]
+    shown = [mode] if mode in MODES else list(MODES)
+    for name in shown:
+        lines += [f"--mode={name} {MODES[name].does}."]
+        lines += [f"    python -m mogrifier_jax.main --mode={name} {MODES[name].example}"]
+        own = flags_of(name) + ["eval"] * (name == "tune")
+        lines += [_describe_flag(flag) for flag in own if flag not in PROCESSES]
+        lines += [""]
+    lines += ["All modes that use devices have these as well, to run on several hosts."]
+    lines += [_describe_flag(flag) for flag in PROCESSES]
+    lines += ["", "--flagfile=FILE has more flags. --mode=config shows every key of a config."]
+    return "\n".join([*lines, "--version shows the version. docs/ has more on each mode."])
+
+
+PROCESSES = ("cpu_devices", "coordinator", "num_processes", "process_id", "peer_timeout")
+
+
+def _describe_flag(name: str) -> str:
+    if name == "eval":
+        return "      --eval.KEY        an option of evaluation; evaluation/methods.py lists them"
+    flag = FLAGS[name]
+    default = "" if flag.default in (None, "") or flag.boolean else f" (default: {flag.default})"
+    return f"      --{name:<15} {flag.help}{default}"
 
 
 def explain_config(name: str) -> None:

@@ -1,8 +1,11 @@
 """The command line: one sentence and a code for whatever is wrong with it."""
 
+import ast
 import configparser
+import inspect
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -11,7 +14,9 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+import mogrifier_jax
 from mogrifier_jax import configs, distributed, errors, main
+from mogrifier_jax.evaluation import trained as evaluated
 from mogrifier_jax.training import progress, runs, train
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -243,3 +248,167 @@ def test_the_environment_does_not_move_the_numbers_of_a_run(name, value, caplog)
     finally:
         jax.config.update(name, main.NUMBERS[name])
     assert f"{name.upper()}={value} is not used" in caplog.text
+
+
+# Flags by mode.
+
+
+EVERY_MODE = (*main.MODES, main.TUNED_DYNEVAL, main.ENSEMBLE)
+NAMES = [*main.MODES_OF, "config.seed", "config.model.rounds", "eval.window", "eval.dyneval.window"]
+NAMES.remove("mode")
+
+
+def line_of(mode):
+    """The flags that choose a mode."""
+    if mode == main.TUNED_DYNEVAL:
+        return [("mode", "tune"), ("study", "dyneval")]
+    if mode == main.ENSEMBLE:
+        return [("mode", "evaluate"), ("eval.ensemble", "a,b")]
+    return [("mode", mode)]
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flag_that_the_mode_does_not_have_is_refused(mode, name):
+    chosen = line_of(mode)
+    main.check_line(chosen)  # Control.
+    if name == "study" and mode == main.TUNED_DYNEVAL:
+        return
+    has = mode in main.MODES_OF[name.partition(".")[0]] and (mode, name) != ("sweep", "config.seed")
+    if mode == main.ENSEMBLE and name.startswith("eval"):
+        has = False
+    if has:
+        return main.check_line([*chosen, (name, "7")])
+    for line in ([*chosen, (name, "7")], [(name, "7"), *chosen]):
+        with pytest.raises(errors.UsageError, match=f"--{name} is not a flag of --mode=") as told:
+            main.check_line(line)
+        assert any(words in str(told.value) for words in ("did you mean --", "leave it out"))
+
+
+def names_used(source):
+    """The flags that a function of main reads."""
+    holders = {f"_{name.upper()}": name for name in main.MODES_OF}
+    holders |= {"_PROFILE": "profile_steps", "folders": "workdir"}
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id in holders:
+            found.add(holders[node.id])
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "FLAGS":
+            found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("mode", main.MODES)
+def test_a_mode_has_the_flags_that_it_reads(mode):
+    function = main.show_config if mode == "config" else getattr(main, mode)
+    used = names_used(inspect.getsource(function)) | {"mode"}
+    used |= {"config"} if "require_config" in inspect.getsource(function) else set()
+    used |= set(evaluated.Sampling._fields) if mode == "sample" else set()
+    declared = {main.TUNED_DYNEVAL} if mode == "tune" else set()
+    declared = {n for n, modes in main.MODES_OF.items() if {mode, *declared} & set(modes)}
+    assert used - {"mode"} == declared - {"mode", *main.PROCESSES}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seed=7", TINY], "--seed is not a flag of --mode=train; did you mean --config.seed=7?"),
+        ([TINY, "--seed", "7"], "did you mean --config.seed=7?"),
+        ([TINY, "--trials=3"], "leave it out, or use --mode=tune"),
+        ([TINY, "--noprune"], "--prune is not a flag of --mode=train"),
+        ([TINY, "--eval.window=3"], "did you mean --config.data.window=3?"),
+        (
+            ["--mode=evaluate", "--workdir=x", "--temperature=2"],
+            "did you mean --eval.temperature=2?",
+        ),
+        (["--mode=evaluate", "--workdir=x", "--seed=2"], "did you mean --eval.seed=2?"),
+        (["--mode=evaluate", "--workdir=x", TINY], "--config is not a flag of --mode=evaluate"),
+        (
+            ["--mode=evaluate", "--workdir=x", "--config.model.rounds=3"],
+            "the run in --workdir has its own config",
+        ),
+        (["--mode=sample", "--workdir=x", "--config.seed=3"], "did you mean --seed=3?"),
+        (["--mode=sample", "--workdir=x", "--eval.temperature=3"], "did you mean --temperature=3?"),
+        (
+            ["--mode=explore", "--workdir=x", "--output=y"],
+            "--output is not a flag of --mode=explore",
+        ),
+        (["--mode=sweep", ABLATION, "--set=rounds", "--config.seed=3"], "did you mean --seeds=3?"),
+        (["--mode=tune", "--study=dyneval", TINY], "--config is not a flag of --mode=tune --study"),
+        (["--mode=tune", "--storage=a://u:SECRET@h", "--storage=b", TINY], "given twice; give"),
+        ([TINY, WIKITEXT2], "--config is given twice, as experiments/pydoc.py:tiny and as exper"),
+        ([TINY, "--workdir=a", "--workdir", "b"], "--workdir is given twice, as a and as b; give"),
+        ([TINY, "--config.seed=1", "--config.seed=2"], "--config.seed is given twice"),
+        (["--mode=evaluate", "--eval.ensemble=a,b", "--workdir=x"], "--workdir is not a flag of"),
+        (
+            ["--mode=evaluate", "--eval.ensemble=a,b", "--eval.methods=mc"],
+            "--eval.methods is not a",
+        ),
+        (["--mode=evaluate", "--eval.text=a", "--eval.splits=test"], "give one of them"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(command, trained, arguments, words):
+    code, output = command(*arguments)
+    assert code == 2 and words in output and "Traceback" not in output and not trained
+    assert "SECRET" not in output
+
+
+def test_the_same_flag_twice_with_one_value_is_no_matter(command, trained):
+    command(TINY, "--workdir=a", TINY, "--workdir=a")
+    assert len(trained) == 1
+
+
+def test_flags_of_a_file_are_checked_too(command, trained, tmp_path):
+    inner, outer, pipe = tmp_path / "inner", tmp_path / "outer", tmp_path / "pipe"
+    inner.write_text("--seed=7\n")
+    outer.write_text(f"# More.\n--workdir=x\n--flagfile={inner}\n")
+    code, output = command(TINY, f"--flagfile={outer}")
+    assert code == 2 and "did you mean --config.seed=7?" in output
+    os.mkfifo(pipe)
+    inner.write_text(f"--flagfile={pipe}\n")
+    for path in (pipe, outer):
+        code, output = command(TINY, f"--flagfile={path}")
+        assert code == 2 and f"{pipe} is not a file; give a file of flags" in output
+    inner.write_text("--config.seed=7\n")  # Control.
+    command(TINY, f"--flagfile={outer}")
+    assert len(trained) == 1
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "-help", "--helpshort", "--helpfull"])
+def test_help_shows_every_mode_and_is_no_error(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main", flag])
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
+        main.run()
+    assert not stopped.value.code
+    assert capsys.readouterr().out == main.help_on(None) + "\n"
+
+
+def test_every_flag_is_in_the_help_of_its_modes():
+    for mode in main.MODES:
+        shown = main.help_on(mode)
+        for name in main.MODES_OF:
+            if name == "mode":
+                continue
+            wanted = mode in main.MODES_OF[name] or name in main.PROCESSES
+            wanted |= mode == "tune" and name == "eval"
+            shape = "--eval.KEY" if name == "eval" else f"--{name} "
+            assert (f"      {shape}" in shown) == wanted, (mode, name)
+        assert all(f"--mode={each} " in main.help_on(None) for each in main.MODES)
+
+
+@pytest.mark.parametrize("mode", main.MODES)
+def test_the_example_of_a_mode_is_a_good_line(mode, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    main.check_line(main.read_line(["--mode=" + mode, *shlex.split(main.MODES[mode].example)]))
+    for name, value in main.read_line(shlex.split(main.MODES[mode].example)):
+        assert name.partition(".")[0] in main.FLAGS or name.startswith("eval.")
+        if name == "config":
+            configs.load_config(value)
+
+
+def test_the_version_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["main", "--version"])
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
+        main.run()
+    assert not stopped.value.code
+    assert capsys.readouterr().out == f"mogrifier_jax {mogrifier_jax.__version__}\n"
