@@ -121,6 +121,80 @@ def test_what_may_change_may_change(folder):
     assert pretrained.load_weights(folder).info["step"] == 3
 
 
+DIGESTS = {"train": "a", "valid": "b", "test": "c"}
+
+
+@pytest.mark.parametrize("split", DIGESTS)
+def test_a_run_does_not_go_on_with_another_corpus(folder, split, tmp_path):
+    config, vocab = workdirs.read_config(folder), workdirs.read_vocabulary(folder)
+
+    def restore(saved_with, now):
+        workdir = tmp_path / "digests"
+        shutil.rmtree(workdir, ignore_errors=True)
+        for digests, works in ((saved_with, save), (now, lambda saved: saved.restore(ABSTRACT))):
+            seal = workdirs.seal(config, vocab, digests)
+            with checkpoints.Checkpoints(workdir, seal=seal) as saved:
+                found = works(saved)
+        return found
+
+    def save(saved):
+        saved.save(1, STATE, info={}, best=True)
+
+    # Controls: the same corpus, one that is not read, and a checkpoint of an early version.
+    for saved_with, now in ((DIGESTS, DIGESTS), (DIGESTS, None), (None, DIGESTS)):
+        assert restore(saved_with, now).step == 1
+    with pytest.raises(errors.UsageError, match=f"text of {split} is another; restore the text"):
+        restore(DIGESTS, DIGESTS | {split: "x"})
+
+
+def test_the_digest_of_a_split_is_that_of_its_tokens(tmp_path):
+    def digests(text, **options):
+        (tmp_path / "text").write_text(text)
+        place = dict(path=str(tmp_path / "text"), data_dir=str(tmp_path / "data"))
+        corpus = corpora.load_corpus("text", **place, **options)
+        return corpus.digests()
+
+    lines = [f"{'abc'[i % 3] * (i % 7 + 1)}\n" for i in range(100)]
+    first = digests("".join(lines))
+    assert digests("".join(lines)) == first and len(set(first.values())) == 3
+    reversed_lines = digests("".join(lines[::-1]))
+    assert all(reversed_lines[split] != first[split] for split in first)
+    lines[-1] = "b\n"
+    last = digests("".join(lines))
+    assert [split for split in first if last[split] != first[split]] == ["test"]
+
+
+def test_scores_of_another_corpus_are_named(folder, tmp_path, monkeypatch, caplog):
+    lines = ["some text\n", "of letters\n"] * 20
+    change_config(folder, "data", name="text", path=str(tmp_path / "text"))
+    monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
+    loaded = pretrained.load_weights(reseal(folder, {}))
+
+    def read(text, **known):
+        (tmp_path / "text").write_text(text)
+        return pretrained.read_splits(loaded._replace(info=loaded.info | known)).about
+
+    whole = "".join(lines)
+    (tmp_path / "text").write_text(whole)
+    digests = corpora.load_corpus("text", path=str(tmp_path / "text")).digests()
+    assert read(whole, corpus=digests) == {"corpus": "text"}  # Controls.
+    assert read("of letters\n" + whole, corpus={}) == {"corpus": "text"}
+    assert not caplog.messages or "was trained on" not in caplog.text
+    about = read("of letters\n" + whole, corpus=digests)
+    assert about["changed_splits"] and "text of train" in caplog.text
+    loaded = pretrained.load_weights(reseal(folder, digests))
+    assert loaded.info["corpus"] == digests
+
+
+def reseal(folder, digests):
+    """As if the run had been trained on another corpus."""
+    seal = workdirs.seal(workdirs.read_config(folder), workdirs.read_vocabulary(folder), digests)
+    for path in (folder / "checkpoints").glob("*/info/info.json"):
+        content = json.loads(path.read_text())["content"]
+        path.write_text(json.dumps(checkpoints._seal(content | {"seal": seal})))
+    return folder
+
+
 def test_a_part_is_never_restored_in_pieces(tmp_path):
     with checkpoints.Checkpoints(tmp_path) as saved:  # Without a seal, as before there were any.
         saved.save(
@@ -215,12 +289,8 @@ def test_a_strangers_folder_is_not_written_to(folder, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("some text\nof letters\n" * 20)
     evil = tmp_path / "evil"
     change_config(folder, "data", name="text", path=str(tmp_path / "text"), data_dir=str(evil))
-    for path in (folder / "checkpoints").glob("*/info/info.json"):  # As a stranger would seal it.
-        sealed = json.loads(path.read_text())["content"]
-        seal = workdirs.seal(workdirs.read_config(folder), workdirs.read_vocabulary(folder))
-        path.write_text(json.dumps(checkpoints._seal(sealed | {"seal": seal})))
     monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
-    splits = pretrained.read_splits(pretrained.load_weights(folder))
+    splits = pretrained.read_splits(pretrained.load_weights(reseal(folder, {})))
     assert splits.names == ("train", "valid", "test")
     assert not evil.exists() and (tmp_path / "cache").is_dir()
 

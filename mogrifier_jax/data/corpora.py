@@ -10,6 +10,7 @@ corpus is read, because a trained model needs none of their libraries. `pydoc` c
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -267,6 +268,16 @@ class Corpus:
     train: EncodedSplit
     valid: EncodedSplit
     test: EncodedSplit
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the token ids of each split: what a run was trained on and scored with."""
+        found = {}
+        for split in ("train", "valid", "test"):
+            tokens = getattr(self, split).tokens
+            digest = hashlib.sha256(f"{tokens.dtype.str} {len(tokens)}".encode())
+            digest.update(np.ascontiguousarray(tokens).data)
+            found[split] = digest.hexdigest()
+        return found
 
 
 def load_corpus(

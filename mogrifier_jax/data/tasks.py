@@ -54,6 +54,7 @@ class Task(NamedTuple):
     # Of a split that is cut into stripes. Lines that stand alone do not limit the batch.
     num_lines: Callable[[str], int] = lambda split: 1 << 30
     summary: tuple[tuple[str, Any], ...] = ()  # Rows for the table at the start.
+    digests: Mapping[str, str] = {}  # SHA-256 of each split; empty if there is no corpus.
 
     @property
     def score_unit(self) -> str:
@@ -136,6 +137,7 @@ def _stream_task(corpus, key, mesh, batch_size, window) -> Task:
         plan=plan,
         num_lines=lambda split: len(getattr(corpus, split).line_starts),
         summary=_describe(corpus),
+        digests=corpus.digests(),
     )
 
 
@@ -181,6 +183,7 @@ def _line_task(corpus, key, mesh, batch_size, window) -> Task:
         batch_at=spread(train_lines, mesh),
         plan=plan,
         summary=_describe(corpus),
+        digests=corpus.digests(),
     )
 
 

@@ -37,6 +37,7 @@ METADATA = {  # What is JSON in the metadata of a file to share.
         "step": files.COUNT,
         "total_steps": files.COUNT,
         "finished": bool,
+        "corpus?": {str: str},
     },
 }
 
@@ -49,7 +50,7 @@ class Pretrained(NamedTuple):
     vocabulary: corpora.Vocabulary
     params: Any  # The averaged weights, if the checkpoint has any.
     temperature: float | None  # Training found it on the validation set for this checkpoint.
-    info: dict[str, Any]  # workdir, which, step, total_steps, finished.
+    info: dict[str, Any]  # workdir, which, step, total_steps, finished, digests of the corpus.
 
 
 def load_weights(
@@ -109,6 +110,7 @@ def load_weights(
             "step": restored.step,
             "total_steps": total,
             "finished": finished,
+            "corpus": workdirs.sealed_digests(restored.seal),
         },
     )
 
@@ -270,13 +272,27 @@ def read_splits(
             "not the text that the run was trained on; set --eval.source_dir to that, or score "
             "the file itself with --eval.text"
         )
+    about: dict[str, Any] = {"corpus": options["name"]}
+    known = loaded.info.get("corpus", {})
+    changed = [split for split in known if known[split] != task.digests.get(split, known[split])]
+    if changed:
+        # Scores of another text may still be wanted, but nobody should take them for the run's.
+        about["changed_splits"] = ",".join(changed)
+        logging.warning(
+            "the corpus %s is not the one that the run in %s was trained on: the text of %s is "
+            "another, and scores are of the text that is here now; it may have lines in its valid "
+            "and test that were trained on",
+            options["name"],
+            loaded.info["workdir"],
+            " and ".join(changed),
+        )
     return Texts(
         ("train", "valid", "test"),
         task.score_unit,
         task.plan,
         task.num_lines,
         task.carries,
-        {"corpus": options["name"]},
+        about,
     )
 
 

@@ -153,8 +153,9 @@ def keep_row(folder: str, evaluation: dict[str, Any], row: Mapping[str, Any]) ->
 def make_row(scorer, method, name, details, result) -> dict[str, Any]:
     """One result for evaluation.json, with null nats if it diverged; writes its file of tokens."""
     row = {"method": method, "text": name, "stripes": scorer.options.stripes, **details}
-    if name == "text":
+    if name == "text" or "changed_splits" in scorer.texts.about:
         row |= scorer.texts.about
+    if name == "text":
         # Files of the same name in two folders are two texts.
         place = os.path.abspath(scorer.options.text)
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]

@@ -51,6 +51,7 @@ class Restored(NamedTuple):
     step: int
     state: Any
     info: dict[str, Any]
+    seal: dict[str, Any]  # That of the checkpoint; empty in those of early versions.
 
 
 class Checkpoints:
@@ -178,7 +179,7 @@ class Checkpoints:
             if which == "latest" and not self._read_only:
                 self._set_aside(failures)
             state = leaves.from_arrays(arrays, abstract_state, content["leaves"])
-            return Restored(step, state, content["info"])
+            return Restored(step, state, content["info"], content.get("seal", {}))
         if failures:
             tried = "; ".join(f"{self._folder / str(s)}: {why}" for s, why in failures.items())
             raise errors.UsageError(
@@ -289,12 +290,20 @@ class Checkpoints:
     def _check_seal(self, saved: Mapping[str, Any]) -> None:
         if not (saved and self._seal):
             return
+        before, now = (workdirs.sealed_digests(each) for each in (saved, self._seal))
+        # A corpus is not always read, and early versions did not seal it.
+        if changed := [name for name in before if before[name] != now.get(name, before[name])]:
+            raise errors.UsageError(
+                f"the corpus is not the one that the run in {self._folder.parent} was trained on: "
+                f"the text of {', '.join(changed)} is another; restore the text to go on, or start "
+                "a new run in another workdir"
+            )
         # Defaults are not sealed, so that what is on one side only differs as well.
         differences = [
             f"{name} {saved.get(name, 'by default')} (as trained) vs "
             f"{self._seal.get(name, 'by default')} (now)"
             for name in sorted({*saved, *self._seal})
-            if saved.get(name) != self._seal.get(name)
+            if saved.get(name) != self._seal.get(name) and not name.startswith(workdirs.CORPUS)
         ]
         if differences:
             raise errors.UsageError(

@@ -266,7 +266,7 @@ def open_book(
     """The book of a run, with the files that a workdir begins with."""
     runs.check_memory(run)
     vocabulary = run.task.vocabulary.to_json()
-    seal = workdirs.seal(run.config, vocabulary)
+    seal = workdirs.seal(run.config, vocabulary, run.task.digests)
     workdirs.check_place(workdir)
     with checkpoints.Checkpoints(workdir, seal=seal) as saved:
         workdirs.write_run_files(workdir, run.config, vocabulary)

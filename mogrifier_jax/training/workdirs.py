@@ -24,7 +24,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import jax
@@ -42,6 +42,7 @@ FREE_KEYS = (
     *("mesh", "log_every", "data.source_dir", "data.data_dir"),
     "optimizer.accumulate_at_once",
 )
+CORPUS = "corpus: "  # How the names of splits begin in a seal.
 RESULTS = {"step": files.COUNT}  # Of results.json; sweeps need the scores too.
 _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
@@ -150,8 +151,17 @@ def read_vocabulary(workdir: str | os.PathLike) -> str:
     return text
 
 
-def seal(config: config_dict.ConfigDict, vocabulary_json: str) -> dict[str, Any]:
-    """What checkpoints remember of the files above, by name: they are refused beside others."""
+def seal(
+    config: config_dict.ConfigDict,
+    vocabulary_json: str,
+    digests: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What checkpoints remember, by name: they are refused beside other files or texts.
+
+    Args:
+      digests: those of the splits of the corpus, if it was read. They are compared only with a
+        seal that has them too.
+    """
     # Defaults are left out: a key that a later version adds changes no seal.
     defaults = {name: key.default for name, key in configs.keys().items()}
     values = {
@@ -162,7 +172,13 @@ def seal(config: config_dict.ConfigDict, vocabulary_json: str) -> dict[str, Any]
         and not configs.is_among(name, FREE_KEYS)
     }
     vocabulary = json.dumps(json.loads(vocabulary_json), sort_keys=True).encode()
-    return values | {"vocabulary.json: sha256": hashlib.sha256(vocabulary).hexdigest()}
+    values["vocabulary.json: sha256"] = hashlib.sha256(vocabulary).hexdigest()
+    return values | {f"{CORPUS}{split}": digest for split, digest in (digests or {}).items()}
+
+
+def sealed_digests(sealed: Mapping[str, Any]) -> dict[str, str]:
+    """The digests of the splits in a seal; empty if the run was saved without them."""
+    return {n.removeprefix(CORPUS): v for n, v in sealed.items() if n.startswith(CORPUS)}
 
 
 def check_config(workdir: str | os.PathLike, config: config_dict.ConfigDict) -> None:

@@ -426,3 +426,20 @@ def test_the_learning_rate_drops_and_the_run_stops_when_nothing_improves(
     before = (tmp_path / "metrics.jsonl").read_bytes()
     train.train_and_evaluate(config, str(tmp_path))
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_changed_text_is_not_trained_on(tmp_path):
+    """The lines of a file are reversed between two starts: what was test would be trained on."""
+    lines = [f"{'abc'[i % 3] * (i % 7 + 1)} d\n" for i in range(400)]
+    (tmp_path / "book.txt").write_text("".join(lines))
+    config = make_config({"data.name": "text", "data.path": str(tmp_path / "book.txt")})
+    with config.unlocked():
+        config.data.data_dir = str(tmp_path / "data")
+    train.train_and_evaluate(config, str(tmp_path / "run"))
+    remove_newest(tmp_path / "run")
+    (tmp_path / "book.txt").write_text("".join(lines[::-1]))
+    with pytest.raises(errors.UsageError, match="train, valid, test is another; restore the text"):
+        train.train_and_evaluate(config, str(tmp_path / "run"))
+    (tmp_path / "book.txt").write_text("".join(lines))  # Control.
+    assert train.train_and_evaluate(config, str(tmp_path / "run"))["step"] > 0
