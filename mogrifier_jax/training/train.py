@@ -130,8 +130,22 @@ class Book:
                 "checkpoints back from a copy, or use another workdir; to start from zero here, "
                 "delete metrics.jsonl"
             )
-        self._writer = metrics.MetricWriter(self.workdir, step)
+        sealed = None if restored is None else restored.info.get("metrics")
+        self._writer = metrics.MetricWriter(self.workdir, step, sealed, self.evaluations)
         return None if restored is None else restored.state
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What the progress knows of each evaluation, as records of metrics."""
+        return [
+            {
+                "step": turn * self.run.rules.steps_per_turn,
+                "kind": "eval",
+                "turn": turn,
+                "valid_nats": nats,
+            }
+            for turn, nats in enumerate(self.done.history)
+        ]
 
     def close(self) -> None:
         """Closes the files."""
@@ -202,6 +216,7 @@ class Book:
         if not np.isfinite(_norm(state.params)):
             raise self.diverged("a weight")
         info["progress"] = self.done.to_dict()
+        info["metrics"] = self._writer.seal()
         first = self.saved.latest_step is None
         self.saved.save(int(state.step), state, info=info, best=best)
         if first:

@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import termios
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -224,3 +225,113 @@ def test_learning_curve(tmp_path, unit):
 def test_learning_curve_of_nothing_is_refused(tmp_path):
     with pytest.raises(errors.UsageError, match="nothing to draw"):
         progress.learning_curve(tmp_path)
+
+
+# The history of a run, which a checkpoint remembers.
+
+
+def write_turns(folder, turns=4, offset=0.0, writer=None, first=0):
+    """Metrics as a run writes them; returns what the last checkpoint knows of them."""
+    writer = writer or metrics.MetricWriter(folder)
+    for turn in range(first, turns):
+        if turn:
+            for step in (2 * turn - 1, 2 * turn):
+                writer.write(step, "train", loss_nats=1.0 / step + offset)
+        writer.write(2 * turn, "eval", turn=turn, valid_nats=5.0 - turn + offset)
+        sealed = writer.seal()
+    writer.close()
+    return sealed
+
+
+def evaluations(turns=4):
+    return [
+        {"step": 2 * turn, "kind": "eval", "turn": turn, "valid_nats": 5.0 - turn}
+        for turn in range(turns)
+    ]
+
+
+def change_lines(change):
+    def apply(path, other):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(change(lines)))
+
+    return apply
+
+
+DAMAGES = {
+    "deleted": lambda path, other: path.unlink(),
+    "emptied": lambda path, other: path.write_text(""),
+    "cut": lambda path, other: os.truncate(path, path.stat().st_size // 2),
+    "a line gone": change_lines(lambda lines: lines[:4] + lines[5:]),
+    "the first gone": change_lines(lambda lines: lines[1:]),
+    "a line doubled": change_lines(lambda lines: lines[:4] + lines[3:]),
+    "all doubled": change_lines(lambda lines: [line for line in lines for _ in range(2)]),
+    "two swapped": change_lines(lambda lines: [*lines[:4], lines[5], lines[4], *lines[6:]]),
+    "reversed": change_lines(lambda lines: lines[::-1]),
+    "of another run": lambda path, other: path.write_bytes(other.read_bytes()),
+    "a digit": lambda path, other: path.write_text(path.read_text().replace("4.0", "4.1")),
+    "a link to nothing": lambda path, other: (path.unlink(), path.symlink_to("nowhere")),
+    "a folder": lambda path, other: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path, other: (path.unlink(), os.mkfifo(path)),
+    "garbage": lambda path, other: path.write_bytes(b"\xff\n" * 10),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_history_that_is_not_the_runs_is_named_and_restored(damage, tmp_path, caplog):
+    run, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    sealed = json.loads(json.dumps(write_turns(run)))  # As a checkpoint keeps it.
+    write_turns(tmp_path / "other", offset=0.5)
+    whole = path.read_bytes()
+    with path.open("ab") as file:  # What came after the checkpoint comes again.
+        file.write(b'{"step": 7, "kind": "train", "loss_nats": 0.1}\n{"st')
+    metrics.MetricWriter(run, 6, sealed, evaluations()).close()
+    assert path.read_bytes() == whole and not caplog.text  # Control.
+    DAMAGES[damage](path, tmp_path / "other" / "metrics.jsonl")
+    writer = metrics.MetricWriter(run, 6, sealed, evaluations())
+    assert "is not as it was when the checkpoint was saved" in caplog.text
+    left = [p.name for p in run.iterdir() if ".damaged" in p.name]
+    assert left == ([] if damage == "deleted" else ["metrics.jsonl.damaged"])
+    records = metrics.read_metrics(run)
+    assert [r["valid_nats"] for r in records if r["kind"] == "eval"] == [5.0, 4.0, 3.0, 2.0]
+    assert [r["step"] for r in records] == sorted(r["step"] for r in records)
+    good = whole.splitlines()
+    train = [line for line in path.read_bytes().splitlines() if b"train" in line]
+    assert set(train) <= set(good) and len(set(train)) == len(train)
+    if damage in ("a line gone", "a line doubled", "two swapped", "a digit"):
+        assert len(train) >= 4  # The other turns are as they were.
+    # It goes on, and a second checkpoint knows the file as it is now.
+    again = write_turns(run, turns=5, writer=writer, first=4)
+    caplog.clear()
+    metrics.MetricWriter(run, 8, again, evaluations(5)).close()
+    assert not caplog.text and len(metrics.read_metrics(run)) == len(records) + 3
+
+
+def test_a_second_damage_does_not_replace_what_the_first_left(tmp_path):
+    sealed = write_turns(tmp_path)
+    for content in ("first\n", "second\n"):
+        (tmp_path / "metrics.jsonl").write_text(content)
+        metrics.MetricWriter(tmp_path, 6, sealed, evaluations()).close()
+    assert (tmp_path / "metrics.jsonl.damaged").read_text() == "first\n"
+    assert (tmp_path / "metrics.jsonl.damaged.2").read_text() == "second\n"
+
+
+def test_a_long_history_is_read_as_a_stream(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(50_000):
+            print(json.dumps({"step": step, "kind": "train", "loss_nats": 1.5}), file=file)
+    writer = metrics.MetricWriter(tmp_path, 50_000)
+    sealed = writer.seal()
+    writer.close()
+    tracemalloc.start()
+    try:
+        metrics.MetricWriter(tmp_path, 50_000, sealed).close()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        metrics.read_metrics(tmp_path)
+        _, of_a_list = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20 < of_a_list  # Control: all records at once.
+    with metrics.MetricWriter(tmp_path, 50_000, sealed) as writer:
+        assert writer.seal() == sealed
