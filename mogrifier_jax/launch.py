@@ -71,6 +71,7 @@ class Launcher:
     def run(self, flags: Sequence[str]) -> int:
         """Starts all processes, waits for them, and returns one exit code for all."""
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(self._devices)}
+        environment["MOGRIFIER_PARENT"] = str(os.getpid())  # They end if the launcher is killed.
         environment.setdefault("NPROC", str(max(4, 2 * self._devices)))  # Fewer threads deadlock.
         address = f"127.0.0.1:{_free_port()}"
         command = [sys.executable, "-m", "mogrifier_jax.main", *flags]

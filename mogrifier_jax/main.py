@@ -9,6 +9,8 @@ import errno
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -106,6 +108,8 @@ NUMBERS = {
     "jax_enable_x64": False,
     "jax_numpy_dtype_promotion": "standard",
 }
+
+PARENT = "MOGRIFIER_PARENT"  # The variable with the number of the process that started this one.
 
 # How JAX's messages about devices begin, and what this program says instead.
 DEVICES = {
@@ -606,7 +610,9 @@ def explain(error: BaseException) -> str:
 def run() -> None:
     """The command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
     prepare_streams()
+    end_with_parent()
     try:
         with sentences():
             app.run(run_mode, flags_parser=parse_flags)
@@ -614,6 +620,30 @@ def run() -> None:
         end(f"{type(error).__name__}: {error}", error.exit_code)
     except KeyboardInterrupt:
         end("interrupted; the same command goes on from the last checkpoint", 128 + signal.SIGINT)
+
+
+def interrupt(*_: Any) -> NoReturn:
+    """What SIGTERM does while nothing is trained; `StopRequests` takes its place in training."""
+    raise errors.Interrupted("stopped; the same command goes on from what is saved")
+
+
+def end_with_parent() -> None:
+    """Stops this process if the one that started it is killed: a sweep, a study or a launcher."""
+    parent = os.environ.get(PARENT, "")
+    os.environ[PARENT] = str(os.getpid())  # Of the processes that this one starts.
+    if not parent.isdecimal():
+        return
+    if os.getppid() != int(parent):
+        if not os.path.exists("/proc/self") or os.path.exists(f"/proc/{parent}"):
+            return  # It was started by another program in between.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 def run_mode(argv: Sequence[str]) -> None:

@@ -451,6 +451,21 @@ def test_a_file_is_replaced_whole_and_by_no_trick(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["evaluation.json", "evaluation.json.tmp", "precious"]
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    path = tmp_path / "model[1].safetensors"
+    left, others = (tmp_path / f".{name}.0123abcd.tmp" for name in (path.name, "x"))
+    mine = tmp_path / f".{path.name}.fedcba98.tmp"
+    for each in (left, others, mine):
+        each.touch()
+        os.utime(each, (1, 1))
+    with mine.open("rb") as file:
+        assert workdirs.lock(file)  # As somebody who is still writing it.
+        (tmp_path / f".{path.name}.00000000.tmp").touch()  # Or has just begun.
+        workdirs.replace_text(path, "new")
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {path.name, others.name, mine.name, f".{path.name}.00000000.tmp"}
+
+
 def test_a_device_is_written_to_and_stays_one():
     workdirs.replace_text("/dev/null", "gone")
     assert pathlib.Path("/dev/null").is_char_device()

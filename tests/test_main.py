@@ -6,8 +6,10 @@ import inspect
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -412,3 +414,65 @@ def test_the_version_is_shown(monkeypatch, capsys):
         main.run()
     assert not stopped.value.code
     assert capsys.readouterr().out == f"mogrifier_jax {mogrifier_jax.__version__}\n"
+
+
+# Signals, and parents that are killed.
+
+
+def test_sigterm_while_a_run_is_prepared_is_a_request_to_stop(command, monkeypatch):
+    def prepare(*_, **__):
+        signal.raise_signal(signal.SIGTERM)
+
+    previous = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train, "train_and_evaluate", prepare)
+    try:
+        code, output = command(TINY, "--workdir=x")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert code == 75 and "Interrupted: stopped; the same command goes on" in output
+
+
+PARENT_SCRIPT = """
+import os, subprocess, sys, time
+environment = os.environ | {"MOGRIFIER_PARENT": str(os.getpid())}
+print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=environment).pid, flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+CHILD_SCRIPT = """
+import signal, sys, time
+from mogrifier_jax import main
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+main.end_with_parent()
+time.sleep(120)
+"""
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lives", [0.0, 60.0])
+def test_a_process_ends_with_the_one_that_started_it(lives):
+    """Also if that one was killed while this one was still importing its libraries."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT_SCRIPT, CHILD_SCRIPT, str(lives)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    child = int(parent.stdout.readline())
+    if lives:
+        time.sleep(15)  # It imports its libraries, and goes on as long as its parent.
+        assert is_running(child)  # Control.
+        parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 60
+    while is_running(child) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not is_running(child)

@@ -19,8 +19,9 @@ import os
 import pathlib
 import resource
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ from mogrifier_jax import errors, files
 from mogrifier_jax.training import leaves, workdirs
 
 Which = Literal["latest", "best"]
+PATIENCE = 30.0  # Seconds that a run waits for another one in its workdir to end.
 _LEAF = {"shape": [files.COUNT], "dtype": str, "checksum": str, "key_kind?": str}
 SEALED = {
     "content": {
@@ -317,7 +319,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = workdirs.open_lock(self._folder / "lock")
-            if workdirs.lock(lock):
+            if self._wait_for(lock):
                 _tidy(self._folder)
             else:
                 lock.close()
@@ -328,6 +330,18 @@ class Checkpoints:
                 "use another workdir"
             )
         return lock
+
+    def _wait_for(self, lock: IO[str]) -> bool:
+        """Takes the lock; a run that was just told to stop has some time to save and end."""
+        if workdirs.lock(lock):
+            return True
+        logging.warning("another run is writing to %s; waiting for its end", self._folder.parent)
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            if workdirs.lock(lock):
+                return True
+        return False
 
     def _make_room(self, step: int) -> None:
         """Moves a checkpoint of the same step out of the way until the new one is committed."""

@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -44,6 +45,7 @@ FREE_KEYS = (
 )
 CORPUS = "corpus: "  # How the names of splits begin in a seal.
 RESULTS = {"step": files.COUNT}  # Of results.json; sweeps need the scores too.
+_FRESH = 5.0  # Seconds.
 _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
 
@@ -258,10 +260,12 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
             yield file
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(path)
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with open(descriptor, "wb") as file:
+            lock(file)  # So that it is not taken for a leftover.
             yield file
             file.flush()
             os.fsync(descriptor)
@@ -276,6 +280,17 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _remove_leftovers(path: pathlib.Path) -> None:
+    """Deletes the temporary files of writers of this path that were killed."""
+    for left in path.parent.glob(glob.escape(f".{path.name[:40]}.") + "?" * 8 + ".tmp"):
+        with contextlib.suppress(OSError):
+            # One that is new may not be locked yet.
+            if time.time() - left.stat().st_mtime > _FRESH:
+                with open(left, "rb") as file:
+                    if lock(file):
+                        left.unlink()
 
 
 def check_output(path: str | os.PathLike | None, flag: str) -> None:
@@ -332,7 +347,7 @@ def open_lock(path: pathlib.Path) -> IO[str]:
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
 
 
-def lock(file: IO[str]) -> bool:
+def lock(file: IO) -> bool:
     """Locks it until it is closed; False if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

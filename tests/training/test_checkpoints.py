@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -203,8 +204,17 @@ def test_a_kill_while_a_step_is_saved_again_keeps_the_old_one(workdir):
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["1", "2", "lock"]
 
 
-def test_one_writer_and_any_readers(workdir):
+def test_a_run_waits_for_one_that_is_ending(workdir, caplog):
+    first = checkpoints.Checkpoints(workdir)
+    threading.Timer(0.5, first.close).start()
     with checkpoints.Checkpoints(workdir) as manager:
+        assert manager.latest_step == 2
+    assert "waiting for its end" in caplog.text
+
+
+def test_one_writer_and_any_readers(workdir, monkeypatch):
+    with checkpoints.Checkpoints(workdir) as manager:
+        monkeypatch.setattr(checkpoints, "PATIENCE", 0.2)
         with pytest.raises(errors.UsageError, match="another run is writing"):
             checkpoints.Checkpoints(workdir)
         manager.save(3, make_state(3), info={}, best=False)
