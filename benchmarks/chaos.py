@@ -1,11 +1,15 @@
-r"""Kills, signals, damages and full disks on a small run, and drawn command lines; with a report.
+r"""Kills, damages, full disks, changed texts, drawn command lines and calls; with a report.
 
-    python -m benchmarks.chaos --kills=100 --damages=100 --disks=10 --lines=500 --folder=/tmp/chaos
+    python -m benchmarks.chaos --kills=100 --damages=100 --disks=10 --folder=/tmp/chaos
+    python -m benchmarks.chaos --texts=20 --lines=500 --environments=20 --calls=500 --databases=100
 
 An unbroken run of `experiments/pydoc.py:tiny` is the reference. What must hold: a run that was
 killed or whose disk was full ends, once it may, with the same metrics and results, byte by byte.
 A damage is either named, refused in one sentence, or changes no number. No line of a traceback is
-printed, and exit codes are those of docs/pods.md. The report grows in `<folder>/report.txt`.
+printed, and exit codes are those of docs/pods.md. A run does not go on with a changed text, and
+its scores name one. A flag of another mode is refused. A call from Python with nonsense, or a
+database with wrong content, returns or raises a UsageError. The report grows in
+`<folder>/report.txt`.
 
 Each start is a fork of a process that has imported the package and has not started JAX, so it
 takes a second. Full disks are small tmpfs mounts, for which one must be root; without, files are
@@ -15,23 +19,34 @@ limited in size (RLIMIT_FSIZE).
 import argparse
 import collections
 import functools
+import json
 import os
 import pathlib
+import pickle
 import pkgutil
 import random
 import resource
 import select
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import flax.linen as nn
+import jax
+import numpy as np
 from absl import flags
+from flax import nnx
 
-from mogrifier_jax import configs, main
+import mogrifier_jax
+from mogrifier_jax import configs, errors, main
+from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import methods, trained
+from mogrifier_jax.training import checkpoints
 
 EXPERIMENTS = pathlib.Path("experiments").absolute()
 CONFIG = f"{EXPERIMENTS}/pydoc.py:tiny"
@@ -176,7 +191,49 @@ DAMAGES = {
     "flipped": lambda p, draw: flip(p, draw),
     "other JSON": lambda p, draw: p.write_text(draw.choice(["[]", "{}", "5", "null", '"x"'])),
     "a folder": lambda p, draw: (p.unlink(), p.mkdir()),
+    "a pipe": lambda p, draw: (p.unlink(), os.mkfifo(p)),
+    "a link to nothing": lambda p, draw: (p.unlink(), p.symlink_to("nowhere")),
+    "other content": lambda p, draw: edit(p, draw),
+    "other lines": lambda p, draw: change_lines(p, draw),
 }
+CONTENTS = (None, True, -1, 0, 1e9, 10**30, float("nan"), "", "x", "../..", [], [1], {}, {"a": 1})
+
+
+def edit(path: pathlib.Path, draw) -> None:
+    """Sets one value in JSON, or in a line of it, to another; flips a bit of other files."""
+    lines = path.read_text(errors="replace").splitlines() if path.suffix == ".jsonl" else [""]
+    index = draw.randrange(len(lines)) if lines else 0
+    try:
+        whole = json.loads(lines[index] if path.suffix == ".jsonl" else path.read_bytes())
+        inner: Any = whole
+        while True:
+            key = draw.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+            if not isinstance(inner[key], dict | list) or not inner[key] or draw.random() < 0.3:
+                break
+            inner = inner[key]
+        inner[key] = draw.choice(CONTENTS)
+    except (ValueError, TypeError, IndexError, KeyError):
+        return flip(path, draw)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(f"{line}\n" for line in [*lines[:index], json.dumps(whole)]))
+        return None
+    if path.name == "info.json" and draw.random() < 0.7:  # As somebody who knows of the digest.
+        whole = checkpoints._seal(whole.get("content"))
+    path.write_text(json.dumps(whole))
+    return None
+
+
+def change_lines(path: pathlib.Path, draw) -> None:
+    """Deletes, doubles, swaps or reverses lines."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = draw.randrange(len(lines) or 1)
+    changed = {
+        "deleted": lines[:at] + lines[at + 1 :],
+        "doubled": lines[: at + 1] + lines[at:],
+        "swapped": [*lines[:at], *lines[at : at + 2][::-1], *lines[at + 2 :]],
+        "reversed": lines[::-1],
+    }
+    path.write_bytes(b"".join(changed[draw.choice(list(changed))]))
 
 
 def flip(path: pathlib.Path, draw) -> None:
@@ -201,7 +258,7 @@ def damage(count: int, root: pathlib.Path, reference, draw, report: Report) -> N
         path, kind = draw.choice(files if i % 2 else small), draw.choice(list(DAMAGES))
         DAMAGES[kind](path, draw)
         what = f"{kind} {path.relative_to(folder)}"
-        if draw.random() < 0.4:
+        if draw.random() < 0.4 or path.name in ("metrics.jsonl", "speed.jsonl"):
             if draw.random() < 0.5:  # As if the run had not ended.
                 if (folder / "results.json").is_file():
                     (folder / "results.json").unlink()
@@ -232,6 +289,216 @@ def score(folder: pathlib.Path, log: pathlib.Path, found: pathlib.Path) -> tuple
 
     code = finish(start(["--mode=sample", f"--workdir={folder}"], log, instead))
     return code, found.read_text() if found.exists() else ""
+
+
+TEXT_CHANGES = {
+    "reversed": lambda lines, draw: lines[::-1],
+    "shuffled": lambda lines, draw: draw.sample(lines, len(lines)),
+    "a line deleted": lambda lines, draw: lines[:-1],
+    "a line added": lambda lines, draw: [*lines, lines[0]],
+    "two swapped": lambda lines, draw: [lines[-1], *lines[1:-1], lines[0]],
+    "a letter changed": lambda lines, draw: [lines[0].replace("a", "b"), *lines[1:]],
+}
+
+
+def change_texts(count: int, root: pathlib.Path, draw, report: Report) -> None:
+    """Changes the text of a run, then goes on with the run, or evaluates it."""
+    if not count:
+        return
+    log, book, whole = root / "log", root / "book.txt", root / "whole"
+    lines = [f"{'abc'[i % 3] * (i % 7 + 1)} {'xyz'[i % 5 % 3]} {i % 11}\n" for i in range(600)]
+    book.write_text("".join(lines))
+    run = [f"--config={EXPERIMENTS}/text.py:tiny", f"--config.data.path={book}"]
+    run += [f"--config.data.data_dir={root / 'prepared'}"]
+    assert finish(start([*run, f"--workdir={whole}"], log, without_sample)) == 0, log.read_text()
+    for i in range(count):
+        folder, change = root / "changed", draw.choice(list(TEXT_CHANGES))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        changed = TEXT_CHANGES[change](lines, draw)
+        book.write_text("".join(changed))
+        if i % 2:
+            kind, line = "evaluated", ["--mode=evaluate", f"--workdir={folder}"]
+        else:
+            kind, line = "resumed", [*run, f"--workdir={folder}"]
+            (folder / "results.json").unlink()
+        code = finish(start(line, log, without_sample))
+        said = log.read_text(errors="replace")
+        named = code == 2 if kind == "resumed" else code == 2 or "is another" in said
+        report.check(named, f"silent: {kind} with a text {change}", log)
+        report.check_output(log, code, f"{kind} with a text {change}")
+        report.note(f"texts changed, {kind}", "refused" if code == 2 else "named")
+        book.write_text("".join(lines))
+
+
+VARIABLES = {
+    "PYTHONIOENCODING": ("ascii", "latin-1", "utf-16"),
+    "LC_ALL": ("C", "POSIX", "nonsense"),
+    "PYTHONUTF8": ("0", "1"),
+    "JAX_ENABLE_X64": ("1", "0"),
+    "JAX_THREEFRY_PARTITIONABLE": ("0",),
+    "JAX_DEFAULT_PRNG_IMPL": ("rbg", "nonsense"),
+    "JAX_PLATFORMS": ("", "nonsense", "cpu"),
+    "JAX_NUM_CPU_DEVICES": ("0", "3", "x"),
+    "MPLBACKEND": ("nonsense", "TkAgg"),
+    "MOGRIFIER_CACHE_DIR": ("/proc/x", "relative"),
+    "MOGRIFIER_DATA_DIR": ("/nowhere",),
+    "MOGRIFIER_PARENT": ("1", "x", "999999999"),
+    "TPU_WORKER_HOSTNAMES": ("a,b",),
+    "SLURM_NTASKS": ("2", "x"),
+    "XLA_FLAGS": ("--xla_nonsense=1", "nonsense"),
+    "TMPDIR": ("/nowhere",),
+    "HOME": ("/nowhere",),
+    "COLUMNS": ("0", "x"),
+}
+STREAMS = ("", "", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", "| head -c 1")
+
+
+def strange_environments(count: int, root: pathlib.Path, reference, draw, report: Report) -> None:
+    """Command lines with drawn variables, and with streams that are closed or full."""
+    log = root / "log"
+    for _ in range(count):
+        chosen = {n: draw.choice(VARIABLES[n]) for n in draw.sample(list(VARIABLES), 2)}
+        line = draw.choice(
+            (f"--mode=config --config={CONFIG}", f"--mode=sample --workdir={reference} --length=3")
+        )
+        streams = draw.choice(STREAMS)
+        command = f"{sys.executable} -m mogrifier_jax.main {line} {streams}"
+        with log.open("wb") as out:
+            found = subprocess.run(
+                ["bash", "-o", "pipefail", "-c", command],
+                env=os.environ | chosen,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=300,
+            )
+        variables = " ".join(f"{name}={value}" for name, value in chosen.items())
+        report.check_output(log, found.returncode, f"{variables} {line} {streams}")
+        report.note("environments", f"code {found.returncode}")
+
+
+NONSENSE: tuple[Any, ...] = (None, True, -1, 0, 1, 3, 2.5, 1e300, float("nan"), 10**30, 2**63, "")
+NONSENSE += ("x", "gs://a/b", "/proc/x", "\0", b"", b"\xff", [], [1], (), {}, {"a": 1}, object())
+NONSENSE += (np.zeros(0), np.zeros((2, 3)), np.array(-1), np.int8([1, -1]), np.array(["a"]), 1j)
+
+
+def draw_calls(count: int, reference: pathlib.Path, draw, report: Report) -> None:
+    """Calls the public interface with nonsense: each returns, or raises a UsageError."""
+    model = trained.load(str(reference)) if count else None
+    xs = np.ones((2, 5, 3), np.float32)
+
+    def run(cell, **options):
+        return mogrifier_jax.RNN(cell).init_with_output(jax.random.key(0), xs, **options)
+
+    calls: dict[str, Callable[[Any], Any]] = {
+        "load": mogrifier_jax.load,
+        "load which": lambda v: mogrifier_jax.load(str(reference), v),
+        "generate": lambda v: model.generate(v, length=2),
+        **{
+            f"generate {name}": lambda v, name=name: model.generate(**{"length": 2, name: v})
+            for name in trained.Sampling._fields
+            if name != "num_samples"
+        },
+        "score": lambda v: model.score(v),
+        "score scale": lambda v: model.score("The", logit_scale=v),
+        "predict": lambda v: model.predict(v),
+        "predict top": lambda v: model.predict("The", top=v),
+        "gates": lambda v: model.gates(v),
+        "save": lambda v: model.save(v),
+        "from_pytorch": mogrifier_jax.from_pytorch.convert,
+        "from_pytorch rounds": lambda v: mogrifier_jax.from_pytorch.convert(
+            {"weight_ih": np.ones((8, 3)), "weight_hh": np.ones((8, 2))}, rounds=v
+        ),
+        "from_flax": lambda v: mogrifier_jax.from_flax.convert(nn.LSTMCell(3), v),
+        "to_flax": mogrifier_jax.from_flax.to_flax,
+        "lengths": lambda v: run(mogrifier_jax.LSTMCell(2), seq_lengths=v),
+        "lengths of Flax's": lambda v: run(nn.GRUCell(2), seq_lengths=v),
+        "carry": lambda v: run(mogrifier_jax.LSTMCell(2), initial_carry=v),
+        "inputs": lambda v: mogrifier_jax.RNN(mogrifier_jax.LSTMCell(2)).init(jax.random.key(0), v),
+        **{
+            f"cell {name}": lambda v, name=name: run(
+                mogrifier_jax.MogrifierLSTMCell(**{"hidden_size": 2, "rounds": 2, name: v})
+            )
+            for name in ("hidden_size", "rounds", "rank", "zigzag", "forget_bias", "dtype")
+        },
+        "nnx": lambda v: mogrifier_jax.nnx.LSTMCell(v, 8, rngs=nnx.Rngs(0)),
+        "nnx hidden": lambda v: mogrifier_jax.nnx.MogrifierGRUCell(3, v, rngs=nnx.Rngs(0)),
+        "vocabulary": corpora.Vocabulary.from_json,
+        "config": lambda v: configs.check(configs.base({"data": v})),
+        "pickle": lambda v: pickle.loads(pickle.dumps(model)),
+    }
+    deck = Deck(list(calls), draw)
+    for _ in range(count):
+        (name,), value = deck.deal(1), draw.choice(NONSENSE)
+        try:
+            signal.alarm(60)
+            calls[name](value)
+            outcome = "returned"
+        except errors.UsageError as error:
+            outcome = "refused in a sentence"
+            if "\n" in str(error).partition("\n----")[0]:
+                report.faults.append(f"{name}({value!r:.60}): several lines: {error!r:.200}")
+        except Exception as error:
+            outcome = "another exception"
+            report.faults.append(f"{name}({value!r:.60}): {error!r:.200}")
+        finally:
+            signal.alarm(0)
+        report.note("calls", outcome)
+
+
+def edit_databases(count: int, root: pathlib.Path, draw, report: Report) -> None:
+    """Sets a value of a study's database to another; the study opens, or is refused."""
+    if not count:
+        return
+    from mogrifier_jax.tuning import storages, studies
+
+    study = studies.Study("one", {"x": studies.Range(-1.0, 1.0)})
+
+    def work(folder: pathlib.Path) -> Any:
+        options = dict(name="test", num_trials=4, seed=1, sampler="random")
+        storage = f"sqlite:///{folder}/x.db"
+        with storages.sentences():
+            queue = storages.open_queue(study, str(folder / "work"), storage=storage, **options)
+            asked = queue.ask(2)
+            queue.records()
+        return asked
+
+    whole = root / "study"
+    whole.mkdir()
+    work(whole)[0].finish(1.0)
+    for _ in range(count):
+        folder = root / "edited"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        base = sqlite3.connect(folder / "x.db")
+        names = [
+            name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type='table'")
+        ]
+        table = draw.choice(
+            [n for n in names if base.execute(f"SELECT count(*) FROM {n}").fetchone()[0]]
+        )
+        column = draw.choice([row[1] for row in base.execute(f"PRAGMA table_info({table})")])
+        value = draw.choice((None, -1, 7, 1e300, "", "x", "{}", "[]", '"../../evil"', "5", b"\xff"))
+        what = f"{table}.{column} = {value!r}"
+        try:
+            with base:
+                base.execute(f"UPDATE {table} SET {column} = ?", (value,))
+            base.close()
+            for trial in work(folder):
+                place = (folder / "work" / trial.folder).resolve()
+                if (folder / "work" / "trials").resolve() != place.parent:
+                    report.faults.append(f"{what}: a trial in {place}")
+            outcome = "opened"
+        except sqlite3.Error:
+            outcome = "not possible"
+        except errors.UsageError:
+            outcome = "refused in a sentence"
+        except Exception as error:
+            outcome = "another exception"
+            report.faults.append(f"{what}: {error!r:.200}")
+        finally:
+            base.close()
+        report.note("databases", outcome)
 
 
 def fill(count: int, root: pathlib.Path, reference, draw, report: Report) -> None:
@@ -328,13 +595,19 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
             decks = [evaluation]
         for name in draw.choice(decks).deal(draw.choice((1, 1, 2))):
             base[name] = draw.choice(VALUES)
+        allowed, kind = {0, 2, 3, 75}, f"command lines of {mode}"
+        foreign = [name for name in main.MODES_OF if name not in (*main.flags_of(mode), "mode")]
+        foreign = [name for name in foreign if name not in base and name != "eval"]
+        if foreign and draw.random() < 0.2 and base.get("study") != "dyneval":
+            base[draw.choice(foreign)] = "1"
+            allowed, kind = {2}, "command lines with a flag of another mode"
         # A key of a config is known once there is one.
         line = [f"--{name}={base[name]}" for name in sorted(base, key=lambda n: "." in n)]
         pid = start(line, log, functools.partial(only_check, root / "here" / "and" / "below"))
         code = finish(pid)
         shown = " ".join(line)[:400].encode(errors="replace").decode()
-        report.check_output(log, code, shown, {0, 2, 3, 75})
-        report.note(f"command lines of {mode}", f"code {code}")
+        report.check_output(log, code, shown, allowed)
+        report.note(kind, f"code {code}")
     if not count:
         return
     dealt = ", ".join(f"{mode} {deck}" for mode, deck in own.items())
@@ -344,7 +617,8 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
 def run() -> int:
     """Parses its options, does what they ask for, and prints the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for name in ("--kills", "--damages", "--disks", "--lines", "--seed"):
+    kinds = ("--kills", "--damages", "--disks", "--lines", "--texts", "--environments", "--calls")
+    for name in (*kinds, "--databases", "--seed"):
         parser.add_argument(name, type=int, default=0)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("/tmp/chaos"))
     given = parser.parse_args()
@@ -363,6 +637,11 @@ def run() -> int:
         damage(given.damages, given.folder, reference, draw, report)
         fill(given.disks, given.folder, reference, draw, report)
         draw_lines(given.lines, given.folder, reference, draw, report)
+        change_texts(given.texts, given.folder, draw, report)
+        strange_environments(given.environments, given.folder, reference, draw, report)
+        edit_databases(given.databases, given.folder, draw, report)
+        # Last: these start JAX in this process, which then must not fork.
+        draw_calls(given.calls, reference, draw, report)
     except KeyboardInterrupt:
         print("interrupted; so far:")
     print(report)

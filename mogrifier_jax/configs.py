@@ -285,7 +285,7 @@ def check_values(values: Mapping[str, Any], declared: Mapping[str, Key], prefix:
     for name, value in values.items():
         reason = declared[name].refusal(value)
         if reason:
-            raise errors.UsageError(f"{prefix}{name} {value!r} {reason}")
+            raise errors.UsageError(f"{prefix}{name} {errors.show(value)} {reason}")
 
 
 def differences(

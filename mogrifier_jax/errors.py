@@ -4,11 +4,19 @@
 error is a bug and keeps its traceback.
 """
 
+from typing import Any
+
 
 class UsageError(ValueError):
     """Input that cannot work: the message names the value, the rule and the remedy."""
 
     exit_code = 2
+
+
+def show(value: Any) -> str:
+    """A value as a sentence has it: on one line, and not too long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def check(condition: bool, message: str) -> None:

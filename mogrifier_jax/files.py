@@ -108,7 +108,7 @@ def parse_json(text: str | bytes, schema: Any, name: str, remedy: str = COPY) ->
     """The JSON of a file of this name, or of a part of it; it must fit the schema."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _refusal(f"{name} is not valid JSON ({error})", remedy) from None
     deep = isinstance(found, dict | list) and _is_deep(found)
     reason = "it is nested too deeply" if deep else mismatch(found, schema)

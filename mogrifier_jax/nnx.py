@@ -31,8 +31,10 @@ __all__ = [
 
 
 def _check_features(size: Any) -> None:
-    whole = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-    errors.check(whole, f"in_features {size!r} must be a whole number, at least 1")
+    whole = isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
+    errors.check(
+        whole, f"in_features {errors.show(size)} must be a whole number, at least 1 and below 2**31"
+    )
 
 
 class _Shell(nnx.Module):

@@ -116,6 +116,19 @@ NONSENSE = {
             "of no leaves": lambda leaves: 5,
         }.items()
     },
+    "save(5)": (lambda m: m.save(5), "path=5 is not a path"),
+    "save(NUL)": (lambda m: m.save("\0"), "is not a path"),
+    "save('')": (lambda m: m.save(""), "names no file"),
+    "carry": (
+        lambda m: rnn.RNN(layers.LSTMCell(4)).init(
+            jax.random.key(0), jnp.ones((2, 3, 4)), initial_carry="x"
+        ),
+        "initial_carry 'x' is not a carry",
+    ),
+    "zigzag": (lambda m: layers.LSTMCell(4, zigzag=5), "zigzag 5 must be True or False"),
+    "params": (lambda m: from_flax.convert(nn.LSTMCell(4), 5), "params 5 must be a mapping"),
+    "vocabulary": (lambda m: corpora.Vocabulary.from_json(5), "is not valid JSON"),
+    "several lines": (lambda m: m.predict("some", top=jnp.ones((2, 2))), r"^top Array[^\n]* must"),
     "load('')": (lambda m: trained.load(""), "workdir is an empty text; give"),
     "to_flax": (lambda m: from_flax.to_flax(5), "5 is not a cell"),
     "load(5)": (lambda m: trained.load(5), "workdir 5 is not a path"),

@@ -242,7 +242,7 @@ def _as_bytes(text: str | bytes) -> bytes:
     if isinstance(text, str):
         return text.encode("utf-8", "surrogateescape")
     if not isinstance(text, bytes | bytearray | memoryview):
-        raise errors.UsageError(f"{text!r:.60} is not a text; give a str, or bytes")
+        raise errors.UsageError(f"{errors.show(text)} is not a text; give a str, or bytes")
     return bytes(text)
 
 

@@ -120,6 +120,7 @@ def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
 
     The file names no folder of this machine.
     """
+    errors.check(path is not None and path != "", f"path {path!r} names no file; give one")
     workdirs.check_output(path, "path")
     config = loaded.config.copy_and_resolve_references()
     with config.unlocked():

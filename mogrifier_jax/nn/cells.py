@@ -301,10 +301,12 @@ def check_fields(cell: Any) -> None:
             kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
             good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
             rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
+        elif isinstance(field.default, bool):
+            good, rule = isinstance(value, bool | np.bool_), "True or False"
         else:
             continue
         if not good:
-            raise errors.UsageError(f"{name} {value!r} must be {rule}")
+            raise errors.UsageError(f"{name} {errors.show(value)} must be {rule}")
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -68,7 +68,10 @@ def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     """
     if isinstance(cell, nn.Module):
         kind = find(cell)
-        return Pair(counterpart(cell, kind), {"gates": read_gates(kind, cell, params or {})})
+        return Pair(
+            counterpart(cell, kind),
+            {"gates": read_gates(kind, cell, {} if params is None else params)},
+        )
     from mogrifier_jax import nnx  # Slow to import, and users of linen do not need it.
 
     found = as_linen(cell)
@@ -148,6 +151,10 @@ def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell
 
 def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The gates of our cell from the parameters of a linen cell; gradients go through it."""
+    errors.check(
+        isinstance(params, Mapping),
+        f"params {errors.show(params)} must be a mapping; give those that init of the cell made",
+    )
     names = {side + gate for side in "ih" for gate in kind.gates}
     if set(params) != names:
         raise errors.UsageError(

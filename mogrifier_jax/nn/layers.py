@@ -129,6 +129,12 @@ class Cell(nn.RNNCellBase):
         describe = functools.partial(
             jax.tree.map, lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}"
         )
+        leaves = jax.tree.leaves(carry)
+        check(
+            bool(leaves) and all(hasattr(leaf, "dtype") for leaf in leaves),
+            f"initial_carry {errors.show(carry)} is not a carry; make one with "
+            "initialize_carry(key, input_shape)",
+        )
         check(
             describe(carry) == describe(expected)
             and bool(jax.tree.structure(carry) == jax.tree.structure(expected)),  # type: ignore
