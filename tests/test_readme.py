@@ -227,7 +227,7 @@ def is_flag(name):
     if name.startswith("eval."):
         return find_key(methods.default_options(), name.removeprefix("eval."))
     return (
-        name in ("eval", "help", "version")
+        name in ("eval", "help", "version", "flagfile")
         or name in flags.FLAGS
         or f'"--{name}"' in pathlib.Path(launch.__file__).read_text()
     )

@@ -3,6 +3,7 @@
 On a terminal the bar stays below the log lines; elsewhere progress is a line now and then.
 """
 
+import array
 import contextlib
 import logging as python_logging
 import math
@@ -238,8 +239,7 @@ def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.
     from matplotlib import figure
 
     workdir = pathlib.Path(workdir)
-    records = metrics.read_metrics(workdir)
-    train = find_points(records, "train", "loss_nats")
+    train, records = _read_curves(workdir)
     seen = find_points(records, "eval", "train_nats")
     valid = find_points(records, "eval", "valid_nats")
     if not valid.size and not train.size:
@@ -259,6 +259,18 @@ def learning_curve(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.
     _limit(axes, train[1], np.concatenate([seen[1], valid[1]]))
     _add_right_axis(axes, unit)
     return save_curves(axes, "nats per token", workdir / "learning_curve.png")
+
+
+def _read_curves(workdir: pathlib.Path) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Steps and finite losses of training, [2, N], and all other records, which are few."""
+    path, points, records = workdir / "metrics.jsonl", array.array("d"), []
+    for _, record in metrics.read_lines(path) if path.exists() else ():
+        if record["kind"] != "train":
+            records.append(record)
+        elif "loss_nats" in record:
+            points.extend((record["step"], float(record["loss_nats"])))
+    found = np.array(points).reshape(-1, 2).T
+    return found[:, np.isfinite(found[1])], records
 
 
 def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:

@@ -335,3 +335,20 @@ def test_a_long_history_is_read_as_a_stream(tmp_path):
     assert peak < 2**20 < of_a_list  # Control: all records at once.
     with metrics.MetricWriter(tmp_path, 50_000, sealed) as writer:
         assert writer.seal() == sealed
+
+
+def test_a_long_history_is_drawn_as_a_stream(tmp_path):
+    lines = [f'{{"step": {i}, "kind": "train", "loss_nats": 1.5}}\n' for i in range(30_000)]
+    lines.append('{"step": 30000, "kind": "eval", "valid_nats": 1.25, "best": true}\n')
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    try:
+        points, records = progress._read_curves(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert points.shape == (2, 30_000) and len(records) == 1
+    assert peak < 4 * points.nbytes
+    assert progress.find_points(metrics.read_metrics(tmp_path), "train", "loss_nats").tolist() == (
+        points.tolist()
+    )
