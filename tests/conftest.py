@@ -6,17 +6,15 @@ import os
 import shutil
 import tempfile
 
+from tests import compiler_options
+
 # Before jax starts. Eight virtual devices on few cores deadlock in collectives unless the
 # thread pool (NPROC) is at least twice as large.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "16")
-# Tests compile much and compute little: programs that run slower but compile several times faster.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+# Tests compile much and compute little.
+os.environ.setdefault("XLA_FLAGS", compiler_options.as_flags())
 # What one process has compiled serves the others: workers of pytest, and what the tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")

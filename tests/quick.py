@@ -6,15 +6,9 @@ import functools
 import jax
 import pytest
 
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
+from tests import compiler_options
+
+jit = functools.partial(jax.jit, compiler_options=compiler_options.OPTIONS)
 
 # For the few tests that compute more than they compile; conftest.py sets the level to 0.
 jit_optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})

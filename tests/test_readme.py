@@ -93,7 +93,10 @@ def check_command(words):
     elif name == "pip":
         check_pip(arguments)
     elif name == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        makefile = (ROOT / "Makefile").read_text()
+        targets = re.findall(r"^([\w-]+):", makefile, re.M)
+        variables = re.findall(r"^(\w+) \?=", makefile, re.M)
+        arguments = [word for word in arguments if word.partition("=")[0] not in variables]
         require(arguments, [word for word in arguments if word not in targets])
     else:  # A script of launch/, perhaps after sbatch.
         script = arguments[0] if name == "sbatch" else words[0]

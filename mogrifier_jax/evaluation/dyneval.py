@@ -36,6 +36,12 @@ from mogrifier_jax.training import evaluate, leaves, programs, workdirs
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 MAX_WINDOWS = 500  # Windows that the gradient statistics use, as in the paper.
+# Two adaptations whose learning rates differ by this factor are a few roundings apart. If they are
+# further apart than CHAOTIC_NATS after ROUNDING_WINDOWS windows, rounding decides the scores, and
+# another machine, or another version of a library, will find others.
+ROUNDING = 1 + 1e-6
+ROUNDING_WINDOWS = 256
+CHAOTIC_NATS = 1e-3
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
 
 
@@ -144,6 +150,24 @@ class DynamicEvaluation:
         mean = math.log(samples) - log_p
         return self.outcome(np.where(self.targets.valid[: len(mean)], mean, 0.0))
 
+    def rounding_nats(self, params: Any, setting: UpdateRule, logit_scale: float = 1.0) -> float:
+        """How far two adaptations that begin a rounding apart are from each other.
+
+        It is the largest root mean square, over the windows of a quarter of the first
+        `ROUNDING_WINDOWS`, of the difference of a token's nats; infinite if it diverges.
+        """
+        close = setting._replace(learning_rate=setting.learning_rate * ROUNDING)
+        windows = min(ROUNDING_WINDOWS, self.plan.num_windows)
+        keys = montecarlo.sample_keys(jax.random.key(0), 2)
+        nats, _ = self.run(
+            params, stack_settings([setting, close]), keys, logit_scale, max_windows=windows
+        )
+        squares = np.square(nats[:, 1].astype(np.float64) - nats[:, 0])
+        valid = self.targets.valid[:windows]
+        parts = zip(np.array_split(squares, 4), np.array_split(valid, 4), strict=True)
+        means = [part[mask].mean() for part, mask in parts if mask.any()]
+        return math.sqrt(max(means)) if np.isfinite(means).all() else math.inf
+
     def run(
         self,
         params: Any,
@@ -152,6 +176,7 @@ class DynamicEvaluation:
         logit_scale: float = 1.0,
         rates: models.Dropout | None = None,
         title: str = "",
+        max_windows: int | None = None,
     ) -> tuple[np.ndarray, Any]:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
         params, count = partitioning.replicate(params, self._mesh), len(keys)
@@ -166,7 +191,7 @@ class DynamicEvaluation:
             stream = self.plan.stream
             return self._run(state, start, stream, first, windows, each, logit_scale, rates)
 
-        windows = self.plan.num_windows
+        windows = evaluate.limit(self.plan, max_windows)
         nats, state = evaluate.drive(run, state, self.targets, windows, self._chunk, title)
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 

@@ -128,7 +128,8 @@ class Scorer:
             run = self.adapter(name, 1)
             return run(self.params, [setting], temperature, title=f"dyneval {name}")[0]
 
-        return {"temperature": temperature} | self.adapting | setting._asdict(), score
+        details = self.adapting | setting._asdict() | self.check_rounding(setting, temperature)
+        return {"temperature": temperature} | details, score
 
     def mc_dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
         """Monte-Carlo dropout whose samples each adapt; settings are chosen without dropout."""
@@ -147,7 +148,25 @@ class Scorer:
             )
 
         chosen, score_fn = self.choose_multiplier(options.batch_size, options.window, score)
-        return chosen | self.adapting | setting._asdict() | self.sampling, score_fn
+        details = self.adapting | setting._asdict()
+        details |= self.check_rounding(setting, chosen["temperature"])
+        return chosen | details | self.sampling, score_fn
+
+    def check_rounding(self, setting: Any, temperature: float) -> dict[str, Any]:
+        """Whether rounding decides the scores of this setting; a warning says so."""
+        run = self.adapter(self.names[0], 2)
+        distance = run.rounding_nats(self.params, setting, temperature)
+        if distance <= dyneval.CHAOTIC_NATS:
+            return {"chaotic": False}
+        logging.warning(
+            "dynamic evaluation at learning rate %g is chaotic: two runs that begin a rounding "
+            "apart differ by %.2g nats a token after %d windows or fewer, so other machines and "
+            "versions will find other scores; use a lower rate",
+            setting.learning_rate,
+            distance,
+            dyneval.ROUNDING_WINDOWS,
+        )
+        return {"chaotic": True}
 
     @property
     def sampling(self) -> dict[str, Any]:

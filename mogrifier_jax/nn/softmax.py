@@ -86,7 +86,11 @@ class Softmax(nn.Module):
             us = us.astype(self.dtype)
             log_weights = jax.nn.log_softmax(cells.project(hs, self.mixture.astype(self.dtype)))
         elif self.embedding_size != self.hidden_size:
-            us = jnp.tensordot(hs, self.projection.astype(self.dtype), axes=1)
+            # So that the gradient of the matrix, too, is summed up in at least float32.
+            wide = cells.wide(self.dtype)
+            projection = self.projection.astype(self.dtype)
+            us = jnp.tensordot(hs, projection, axes=1, preferred_element_type=wide)
+            us = us.astype(self.dtype)
         else:
             return hs, None
         if rates.downprojected is not None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import optuna
 import sqlalchemy.exc
+import sqlalchemy.pool
 from absl import logging
 from optuna.storages import journal
 from optuna.trial import FrozenTrial, TrialState
@@ -144,7 +145,7 @@ def open_study(
     study = _reach(
         storage,
         lambda: optuna.create_study(
-            storage=_open_storage(storage),
+            storage=open_storage(storage),
             study_name=name,
             sampler=_SeededSampler(sampler, seed),
             pruner=pruner or optuna.pruners.NopPruner(),
@@ -168,7 +169,8 @@ def default(workdir: str) -> str:
     return f"sqlite:///{pathlib.Path(workdir).absolute() / 'study.db'}"
 
 
-def _open_storage(storage: str) -> optuna.storages.BaseStorage:
+def open_storage(storage: str) -> optuna.storages.BaseStorage:
+    """Opens the storage at an SQLAlchemy URL, or the journal at a path."""
     if "://" not in storage:
         folder = pathlib.Path(storage).absolute().parent
         if not folder.is_dir():
@@ -176,8 +178,11 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
         return _open_journal(storage)
     if hide_password(storage).startswith("("):
         raise sqlalchemy.exc.ArgumentError("it is not a URL")
-    wait = {"timeout": 60} if storage.startswith("sqlite") else {}
-    options = {"connect_args": wait, "pool_pre_ping": True}
+    if storage.startswith("sqlite"):
+        # No pool: a file is opened quickly, and a connection of a pool would never be closed.
+        options = {"connect_args": {"timeout": 60}, "poolclass": sqlalchemy.pool.NullPool}
+    else:
+        options = {"pool_pre_ping": True}
     return optuna.storages.RDBStorage(storage, engine_kwargs=options)
 
 

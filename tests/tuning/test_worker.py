@@ -267,7 +267,9 @@ def _about(workdir):
     import optuna
 
     name, storage = "test-rates", storages.default(str(workdir))
-    return optuna.load_study(study_name=name, storage=storage).user_attrs["about"]
+    return optuna.load_study(study_name=name, storage=storages.open_storage(storage)).user_attrs[
+        "about"
+    ]
 
 
 @pytest.mark.slow
