@@ -24,7 +24,7 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, schedule, steps
+from mogrifier_jax.training import averaging, evaluate, optimizers, schedule, steps
 
 FEW_ROWS = 32  # On a device; docs/performance.md, "enwik8".
 _BATCH = "data.window or data.batch_size, or set optimizer.accumulate"
@@ -109,12 +109,12 @@ def make_run(
     groups, at_once = accumulation["accumulate"], accumulation["accumulate_at_once"]
     if at_once is None:
         accumulation["accumulate_at_once"] = few_rows(mesh, config.data.batch_size)
-    optimizer = steps.make_optimizer(**optimizer)
+    optimizer = optimizers.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule)
     if config.averaging.kind == "triggered":
         turns, latest = config.averaging.trigger_turns, config.averaging.trigger_at_the_latest
         rules = dataclasses.replace(rules, averaging_turns=turns, averaging_at_the_latest=latest)
-    average = schedule.make_averaging(config.averaging.kind)
+    average = averaging.make_averaging(config.averaging.kind)
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
