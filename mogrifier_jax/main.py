@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mogrifier_jax.training import compiler, logs
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback while libraries are imported.
 
@@ -96,18 +98,17 @@ def main(argv: Sequence[str]) -> None:
         # No accelerator of this machine is to be touched: only compilers are used.
         jax.config.update("jax_platforms", "cpu")
     from mogrifier_jax import distributed, partitioning
-    from mogrifier_jax.training import progress, runs
 
     logging.set_verbosity(logging.WARNING)  # Libraries log a lot when they start.
-    runs.check_flags()
-    runs.use_compilation_cache()
+    compiler.check_flags()
+    compiler.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
     if _CPU_DEVICES.value is not None or (place is None and _MODE.value != "preflight"):
         # Processes of one run may share a host, so each has one device unless told otherwise.
         partitioning.use_cores(_CPU_DEVICES.value)
     with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
-        progress.setup_logging()
+        logs.setup_logging()
         modes = (train, evaluate, sample, export, preflight, sweep, inspect, explore, tune)
         with sentences():
             check_outputs()

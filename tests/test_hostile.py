@@ -19,7 +19,7 @@ import pytest
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import pretrained, scoring
-from mogrifier_jax.training import checkpoints, metrics, runs, train, workdirs
+from mogrifier_jax.training import checkpoints, memory, metrics, signals, train, workdirs
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -245,7 +245,7 @@ def test_what_no_machine_holds_is_refused(features, window, refused):
         ),
     )
     with pytest.raises(errors.UsageError, match=refused) if refused else contextlib.nullcontext():
-        runs.check_memory(run)
+        memory.check(run)
 
 
 @pytest.mark.parametrize("episodic", [False, True])
@@ -399,14 +399,14 @@ def test_the_budget_of_a_report_is_the_models_own():
 
 
 def test_a_stop_before_the_first_step_is_seen():
-    with runs.StopRequests() as outer:
+    with signals.StopRequests() as outer:
         outer.check()  # Control.
-        runs.signal.raise_signal(runs.signal.SIGTERM)
-        with runs.StopRequests() as inner:
+        signals.signal.raise_signal(signals.signal.SIGTERM)
+        with signals.StopRequests() as inner:
             assert inner.requested()
         with pytest.raises(errors.Interrupted, match="before the first step"):
             outer.check()
-    with runs.StopRequests() as later:
+    with signals.StopRequests() as later:
         assert not later.requested()
 
 

@@ -21,7 +21,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors, partitioning
 from mogrifier_jax.analysis import tables
-from mogrifier_jax.training import progress, runs, train, workdirs
+from mogrifier_jax.training import signals, train, units, workdirs
 
 POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.
 
@@ -165,7 +165,7 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
     """Several runs at once, each in a process that writes to log.txt in its folder."""
     waiting, running, stopped = list(jobs), list[Started](), list[Job]()
     free = share_cores(parallel)
-    with runs.StopRequests() as stop:
+    with signals.StopRequests() as stop:
         try:
             while waiting or running:
                 if stop.requested():
@@ -282,4 +282,4 @@ def describe(folder: pathlib.Path) -> str:
     if "diverged" in record:
         return "diverged"
     results = workdirs.read_json(folder / "results.json", dict, _REMEDY)
-    return f"valid {results['valid_nats']:.4f} nats, {progress.span(record['seconds'])}"
+    return f"valid {results['valid_nats']:.4f} nats, {units.span(record['seconds'])}"

@@ -27,7 +27,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.preflight import costs, targets
-from mogrifier_jax.training import evaluate, progress, runs, workdirs
+from mogrifier_jax.training import evaluate, runs, summaries, units, workdirs
 
 _GIB = 1024**3
 _SAVING = 1e9  # Bytes of a checkpoint that a host writes in a second: a round figure.
@@ -294,7 +294,7 @@ def describe(report: Estimate) -> str:
             ("chips", f"{report.topology}, data {report.data} x model {report.model}"),
             ("batch x window", f"{report.batch_size} x {report.window}"),
             ("parameters", report.parameters),
-            ("matmul FLOPs of a step", progress.quantity(report.flops)),
+            ("matmul FLOPs of a step", units.quantity(report.flops)),
         ],
         f"memory of each chip: {verdict}": [
             ("needed, of", f"{asked}, {_size(report.memory)}"),
@@ -322,7 +322,7 @@ def describe(report: Estimate) -> str:
                 f"{report.days:.2f} for {report.steps:,} steps, {report.turns:,} turns",
             ),
         ]
-    return "\n".join([progress.table(sections), *report.notes])
+    return "\n".join([summaries.table(sections), *report.notes])
 
 
 def _row(report: Estimate) -> str:

@@ -24,12 +24,25 @@ from ml_collections import config_dict
 
 from mogrifier_jax import partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.training import metrics, steps
+from mogrifier_jax.training import steps
 
 # lamb's grid of logit scales, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))
 AT_ONCE = 7  # and how many of them are tried in one pass.
 LOG_SECONDS = 30.0  # Between lines where there is no terminal.
+
+
+class Sum(NamedTuple):
+    """A sum with the count of what was summed, so that means of parts combine exactly."""
+
+    total: Any  # Scalar or array; float32 on devices, float64 on the host.
+    count: Any
+
+    def mean(self) -> float:
+        """The mean over all elements, divided once, in float64; of nothing it is nan."""
+        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
+        total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
+        return float(total.sum()) / int(count.sum()) if count.sum() else math.nan
 
 
 class TokenScores(NamedTuple):
@@ -40,7 +53,7 @@ class TokenScores(NamedTuple):
 
     def mean(self) -> float:
         """The cross-entropy: nats per token."""
-        return metrics.Sum(self.nats, len(self.nats)).mean()
+        return Sum(self.nats, len(self.nats)).mean()
 
 
 class Targets(NamedTuple):
@@ -115,7 +128,7 @@ class Deterministic:
 
     def sums(
         self, params: Any, logit_scales: Any, max_windows: int | None = None, title: str = ""
-    ) -> metrics.Sum:
+    ) -> Sum:
         """Nats at each logit scale [K], and the number of tokens.
 
         All but the softmax is computed once. The sum of a window is float32, that of all
@@ -127,7 +140,7 @@ class Deterministic:
         for found, _ in dispatches(run, self._zero_carry(), windows, self._chunk, title):
             total = total + np.asarray(found.sums, np.float64).sum(-2)
             tokens += int(np.asarray(found.counts, np.int64).sum(-1).flat[0])
-        return metrics.Sum(total, tokens)
+        return Sum(total, tokens)
 
     @functools.cached_property
     def targets(self) -> Targets:

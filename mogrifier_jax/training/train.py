@@ -24,12 +24,18 @@ from mogrifier_jax import errors
 from mogrifier_jax.training import (
     checkpoints,
     evaluate,
+    learning_curves,
+    memory,
     metrics,
+    profiling,
     programs,
     progress,
     runs,
     schedule,
+    signals,
     steps,
+    summaries,
+    units,
     workdirs,
 )
 
@@ -42,16 +48,16 @@ def train_and_evaluate(
     config: config_dict.ConfigDict, workdir: str, *, profile_steps: str | None = None
 ) -> dict[str, Any]:
     """Trains to the end of the schedule, or until it is told to stop; returns the results."""
-    trace = runs.Trace(workdir, profile_steps)
+    trace = profiling.Trace(workdir, profile_steps)
     workdirs.check_place(workdir)
     workdirs.check_config(workdir, config)
     with contextlib.ExitStack() as stack:
         # Before anything compiles: what a handler raises inside the compiler would be lost.
-        with runs.StopRequests() as stop:
+        with signals.StopRequests() as stop:
             run = runs.make_run(config)
             stop.check()
             book = stack.enter_context(open_book(run, workdir))
-            logging.info("\n%s", progress.describe_run(run, workdir))
+            logging.info("\n%s", summaries.describe_run(run, workdir))
             (loop,) = train_turns([book], programs.Alone(run), trace)
         loop.score_best()
     results = book.outcome
@@ -60,10 +66,10 @@ def train_and_evaluate(
     if jax.process_index() == 0:
         workdirs.write_json(workdir, "results.json", results)
         try:
-            progress.learning_curve(workdir, unit=run.task.score_unit)
+            learning_curves.draw(workdir, unit=run.task.score_unit)
         except ImportError:
             logging.info("no learning_curve.png: matplotlib is not installed")
-        logging.info("\n%s", progress.describe_results(results, run.task.score_unit, workdir))
+        logging.info("\n%s", summaries.describe_results(results, run.task.score_unit, workdir))
     return results
 
 
@@ -75,10 +81,10 @@ def train(books: Sequence["Book"], compiled: Compiled) -> list[Outcome]:
 
 
 def train_turns(
-    books: Sequence["Book"], compiled: Compiled, trace: runs.Trace | None = None
+    books: Sequence["Book"], compiled: Compiled, trace: profiling.Trace | None = None
 ) -> list["Loop"]:
     """All turns; runs that are at the same point share a loop."""
-    with runs.StopRequests() as stop:
+    with signals.StopRequests() as stop:
         restored = [book.restore() for book in books]
         stop.check()
         groups: dict[tuple[int, int], list[tuple[Book, Any]]] = {}
@@ -87,7 +93,7 @@ def train_turns(
             groups.setdefault(point, []).append((book, state))
         loops = []
         for _, group in sorted(groups.items()):
-            loop = Loop([book for book, _ in group], compiled, trace or runs.Trace("."))
+            loop = Loop([book for book, _ in group], compiled, trace or profiling.Trace("."))
             states = [state for _, state in group if state is not None]
             loop.train(compiled.stack(states) if states else compiled.init())
             loops.append(loop)
@@ -219,7 +225,7 @@ class Book:
         results = {"best_turn": self.done.best_turn, "step": best.step, "temperature": temperature}
         unit = self.run.task.score_unit
         for split, value in nats.items():
-            score = metrics.in_unit(value, unit)
+            score = units.in_unit(value, unit)
             results |= {f"{split}_nats": value, f"{split}_{unit}": score}
         return results
 
@@ -253,8 +259,8 @@ class Book:
         marks += ", averaging starts" if decision.start_averaging else ""
         marks += ", learning rate drops" if decision.drop_learning_rate else ""
         return (
-            f"turn {turn}/{self.run.rules.turns}: valid {metrics.show(scores.valid_nats, unit)}, "
-            f"train {metrics.show(scores.train_nats, unit)}, "
+            f"turn {turn}/{self.run.rules.turns}: valid {units.show(scores.valid_nats, unit)}, "
+            f"train {units.show(scores.train_nats, unit)}, "
             f"temperature {scores.temperature:.2f}{marks}"
         )
 
@@ -264,7 +270,7 @@ def open_book(
     run: runs.Run, workdir: str, on_turn: Callable[[int, float], None] | None = None
 ) -> Iterator[Book]:
     """The book of a run, with the files that a workdir begins with."""
-    runs.check_memory(run)
+    memory.check(run)
     vocabulary = run.task.vocabulary.to_json()
     seal = workdirs.seal(run.config, vocabulary)
     workdirs.check_place(workdir)
@@ -278,7 +284,7 @@ def open_book(
 class Loop:
     """The turns of runs that are at the same step; one that ends early is left out of the rest."""
 
-    def __init__(self, books: Sequence[Book], compiled: Compiled, trace: runs.Trace):
+    def __init__(self, books: Sequence[Book], compiled: Compiled, trace: profiling.Trace):
         self.books, self._compiled, self._trace = list(books), compiled, trace
 
     @property
@@ -290,7 +296,7 @@ class Loop:
         """Turn after turn, until all have come to an end."""
         run = self._compiled.run
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(runs.StopRequests())
+            stop = stack.enter_context(signals.StopRequests())
             self._bar = stack.enter_context(
                 progress.Bar(
                     run.rules.turns * run.rules.steps_per_turn,

@@ -30,7 +30,7 @@ from mogrifier_jax import configs, errors
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import dyneval, methods
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import programs, progress, runs, train, workdirs
+from mogrifier_jax.training import programs, runs, train, units, workdirs
 from mogrifier_jax.tuning import report, storages, studies, trials
 
 POLL_SECONDS = 2.0  # Between looks at the trials of other workers.
@@ -153,7 +153,7 @@ def describe_progress(queue: Any) -> str:
         line += f"; best {complete[0].nats:.4f} nats (trial {complete[0].number})"
     if over and running:
         mean = sum(trial.seconds for trial in over) / len(over)
-        line += f"; about {progress.span((queue.target - len(over)) * mean / running)} left"
+        line += f"; about {units.span((queue.target - len(over)) * mean / running)} left"
     return line
 
 
