@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import errors, main, nnx
-from mogrifier_jax.evaluation import methods, scoring, trained
+from mogrifier_jax.evaluation import eval_options, scoring, trained
 from mogrifier_jax.nn import from_flax, layers, rnn
 from mogrifier_jax.training import compiler
 from tests import workdir as written
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def score(**changes):
-    asked = methods.default_options()
+    asked = eval_options.defaults()
     with asked.unlocked():
         asked.update_from_flattened_dict(changes)
     return scoring.run(["none"], asked)

@@ -3,9 +3,6 @@
 That losses with dropout do not depend on the mesh is in the recorded numbers of `golden_run.py`.
 """
 
-import math
-import os
-
 import jax
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import evaluate, runs
+from mogrifier_jax.training import evaluate, programs, runs
 
 
 def make_mesh(data, model=1):
@@ -117,7 +114,9 @@ def test_devices_wait_for_each_other_once_a_batch_and_not_at_each_time_step(chan
     with config.unlocked():
         config.model.update(change)
     run = runs.make_run(config, make_mesh(2))
-    lowered = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=1)
+    lowered = programs.jit_train_steps(run).lower(
+        run.abstract_state(), run.task.stream, run.hyper, num_steps=1
+    )
     assert costs.analyse(lowered.compile().as_text()).by_kind()["all-reduce"][0] == 1
 
 
@@ -139,48 +138,3 @@ def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
     np.testing.assert_allclose(here.total, there.total, rtol=1e-6)
     np.testing.assert_allclose(tokens.nats, same_tokens.nats, rtol=1e-5, atol=1e-6)
     assert abs(here.total[0] / here.total[1] - 1) > 1e-5
-
-
-def write_group(root, listing, **files):
-    """A root folder with the control groups that these files describe."""
-    files = {"proc/self/cgroup": listing, **files}
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("listing", "files", "expected"),
-    [
-        ("0::/a/b\n", {"sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/a\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
-        (
-            "4:memory:/x\n1:cpuacct,cpu:/x\n",
-            {
-                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
-            },
-            3.0,
-        ),
-        (
-            "1:cpu:/\n",
-            {
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            math.inf,
-        ),
-    ],
-)
-def test_the_quota_of_a_container_is_found(listing, files, expected, tmp_path):
-    assert partitioning.quota(write_group(tmp_path, listing, **files)) == expected
-    assert partitioning.quota(tmp_path / "elsewhere") == math.inf
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(math.inf, [1, 4, 6]), (2.9, [1, 4]), (0.5, [1])])
-def test_cores_are_those_of_affinity_and_quota(quota, cores, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {6, 1, 4}, raising=False)
-    monkeypatch.setattr(partitioning, "quota", lambda: quota)
-    assert partitioning.usable_cores() == cores

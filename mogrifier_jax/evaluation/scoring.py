@@ -27,7 +27,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.evaluation import dyneval, eval_options, methods
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, summaries, units, workdirs
 
@@ -37,7 +37,7 @@ _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "
 
 def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[str, Any]]:
     """Evaluates the runs in these workdirs, or averages files of tokens; returns the results."""
-    methods.check_options(options)
+    eval_options.check(options)
     if options.ensemble:
         return [run_ensemble(options.ensemble.split(","), options.output)]
     if not folders or not all(folders):

@@ -28,9 +28,9 @@ def check_flags() -> None:
         return
     read = "x.CompileOptions().executable_build_options.debug_options"
     command = [sys.executable, "-c", f"from jaxlib import xla_client as x; {read}"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    if found.returncode:
-        reason = found.stderr.strip().partition("\n")[0].rpartition("] ")[2]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    if checked.returncode:
+        reason = checked.stderr.strip().partition("\n")[0].rpartition("] ")[2]
         raise errors.UsageError(
             f"XLA_FLAGS={value!r} cannot be read ({reason}); correct or unset the variable"
         )

@@ -58,8 +58,8 @@ def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:
 def find_points(records: list[dict[str, Any]], kind: str, key: str) -> np.ndarray:
     """Steps and finite nats of the records of a kind, [2, N]."""
     points = [(r["step"], float(r[key])) for r in records if r["kind"] == kind and key in r]
-    found = np.array(points).reshape(-1, 2).T
-    return found[:, np.isfinite(found[1])]
+    pairs = np.array(points).reshape(-1, 2).T
+    return pairs[:, np.isfinite(pairs[1])]
 
 
 def _mark_averaging(axes, records: list[dict[str, Any]]) -> None:

@@ -1,20 +1,20 @@
-"""A run before it starts, and what surrounds it: requests to stop, a trace, the compiler's cache.
+"""From a config to a run: what is trained, on what data and devices, by which rules.
 
-`make_run` reads every section of a config; `configs.py` refuses what does not fit.
-`train.py` carries a run out.
+`make_run` reads every section of a config, and what does not fit is refused before any compute.
+`programs.py` compiles a run, and `train.py` trains it.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, partitioning
+from mogrifier_jax import configs, hardware, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, evaluate, optimizers, schedule, steps
+from mogrifier_jax.training import averaging, optimizers, schedule, steps
 
 FEW_ROWS = 32  # On a device; docs/performance.md, "enwik8".
 
@@ -51,43 +51,22 @@ class Run(NamedTuple):
         """Shapes, dtypes and shardings of the state."""
         return partitioning.with_shardings(jax.eval_shape(self.init_state), self.mesh)
 
-    def turn_evaluation(self, **options: Any) -> evaluate.TurnEvaluation:
-        """The evaluation before each turn; its stripes are those of one group of a batch."""
-        return evaluate.TurnEvaluation(
-            self.model,
-            self.task,
-            self.config.evaluation,
-            batch_size=self.batch_size // self.program.accumulate,
-            window=self.config.data.window,
-            **options,
-        )
-
-    def jit_steps(self) -> jax.stages.Wrapped:
-        """(state, stream, hyper, num_steps=...) to (state, metrics), as training compiles it."""
-        in_place = shardings_of(self.abstract_state())
-
-        def train_steps(state, stream, hyper, num_steps):
-            # The recurrence asks for the mesh: how many rows a device has decides how it runs.
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return steps.train_steps(
-                    state, stream, hyper, program=self.program, num_steps=num_steps
-                )
-
-        return jax.jit(
-            train_steps,
-            static_argnames="num_steps",
-            donate_argnames="state",
-            out_shardings=(in_place, partitioning.replicated(self.mesh)),
-        )
-
 
 def make_run(
-    config: config_dict.ConfigDict, mesh: Any = None, task: Any = None, tuned: Collection[str] = ()
+    config: config_dict.ConfigDict,
+    mesh: jax.sharding.Mesh | None = None,
+    task: tasks.Task | None = None,
+    *,
+    tuned: Collection[str] = (),
+    load_task: Callable[[config_dict.ConfigDict, jax.sharding.Mesh], tasks.Task] | None = None,
 ) -> Run:
     """Reads every section of a config; what does not fit is an error before any compute.
 
     Args:
+      mesh: that of the config unless given.
+      task: loaded unless given; it must be on the mesh.
       tuned: dropout rates that stay in the program even when they are zero; others are left out.
+      load_task: called in place of `make_task`, as by trials that share the tasks of their data.
     """
     config = configs.base(config)
     configs.check(config)
@@ -109,7 +88,7 @@ def make_run(
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
     partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
 
-    task = task or make_task(config, mesh)
+    task = task or (load_task or make_task)(config, mesh)
     model = make_model(config, len(task.vocabulary))
     partitioning.check_hidden_size(mesh, model.hidden_size)
     dropout = make_dropout(model, tuned, **config.dropout)
@@ -131,7 +110,7 @@ def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
     If `use_cores` chose the number of devices, the batch is split over as many as divide it.
     """
     mesh = partitioning.make_mesh(**config.mesh)
-    if config.mesh.data == -1 and partitioning.counted_cores():
+    if config.mesh.data == -1 and hardware.counted_cores():
         batch_size = config.data.batch_size // config.optimizer.accumulate
         sizes = range(1, mesh.shape["data"] + 1)
         mesh = partitioning.shrink(mesh, max(n for n in sizes if batch_size % n == 0))
@@ -160,8 +139,3 @@ def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None)
         rates["downprojected"] = None
     kept = {name: rate if name in tuned else rate or None for name, rate in rates.items()}
     return models.Dropout(**kept)
-
-
-def shardings_of(tree: Any) -> Any:
-    """The sharding of every leaf."""
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)

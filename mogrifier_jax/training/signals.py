@@ -16,10 +16,8 @@ class StopRequests:
 
     With `jax.distributed` the runtime itself listens for SIGTERM and makes every process stop at
     the same call. Without it SIGTERM and the first Ctrl-C are caught here; a second Ctrl-C
-    interrupts at once. An inner `with` gives the object of the outer one.
+    interrupts at once.
     """
-
-    _listening: "StopRequests | None" = None
 
     def __init__(self) -> None:
         self._calls = 0
@@ -27,9 +25,6 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
-        if StopRequests._listening is not None:
-            return StopRequests._listening
-        StopRequests._listening = self
         on_main_thread = threading.current_thread() is threading.main_thread()
         if on_main_thread and not jax.distributed.is_initialized():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -40,8 +35,6 @@ class StopRequests:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
-        if StopRequests._listening is self:
-            StopRequests._listening = None
 
     def check(self) -> None:
         """Stops at once, if asked to, where there is nothing to save yet; for one process alone."""

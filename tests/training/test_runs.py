@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, hardware
 from mogrifier_jax.training import runs
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def test_cores_nobody_counted_divide_any_batch(name, value, monkeypatch):
     config.update_from_flattened_dict({"data.batch_size": 36, name: value})
     with pytest.raises(errors.UsageError, match="not a multiple of the data axis"):
         runs.make_run(config)
-    monkeypatch.setattr(partitioning, "counted_cores", lambda: True)
+    monkeypatch.setattr(hardware, "counted_cores", lambda: True)
     assert runs.make_mesh(config).devices.shape == ({9: 3, 3: 6}[value], 1)
     config.mesh.data = 2
     assert runs.make_mesh(config).devices.shape == (2, 1)
@@ -100,13 +100,13 @@ def start(workdir, *flags, cores, stop=TABLE, **environment):
     return re.search(r"  devices +(.*)", done.stderr)[1], done.stderr
 
 
-two_cores = pytest.mark.skipif(len(partitioning.usable_cores()) < 2, reason="needs two cores")
+two_cores = pytest.mark.skipif(len(hardware.usable_cores()) < 2, reason="needs two cores")
 
 
 @pytest.mark.slow
 @two_cores
 def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_path):
-    cores = partitioning.usable_cores()[:2]
+    cores = hardware.usable_cores()[:2]
     told = ["--cpu_devices=1"]
     assert start(tmp_path / "a", *told, cores=cores)[0] == "1 cpu"
     told = {"JAX_NUM_CPU_DEVICES": "4"}
@@ -120,7 +120,7 @@ def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_pat
 @two_cores
 def test_a_run_begun_on_two_cores_goes_on_with_one(tmp_path):
     """A device for each core is what a run has that is not told otherwise."""
-    cores = partitioning.usable_cores()[:2]
+    cores = hardware.usable_cores()[:2]
     found, said = start(tmp_path, cores=cores, stop=METRICS)
     assert found == "2 cpu" and "resuming" not in said
     (stopped,) = re.findall(r"stopped at step (\d+), saved", said)
