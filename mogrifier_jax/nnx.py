@@ -231,7 +231,7 @@ class RNN(nnx.RNN):
             reverse=reverse,
             keep_order=keep_order,
         )
-        layers.check_sequences(self.cell, inputs, seq_lengths)
+        rnn.check_sequences(self.cell, inputs, seq_lengths)
         found = self.in_linen()
         if found is None:
             return super().__call__(inputs, rngs=rngs, **given)

@@ -14,8 +14,6 @@ state.
 `recurrence.py` can put its own objects in their place and take over the matmuls.
 """
 
-import dataclasses
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,21 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mogrifier_jax import errors
-
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
-# The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
-LIMITS: dict[str, tuple[float, float]] = {
-    "hidden_size": (1, 10**6),
-    "rounds": (0, 100),
-    "rank": (-(10**6), 10**6),
-    "gate_rank": (0, 10**6),
-    "init_factor": (1e-9, 1e3),
-    "cell_clip": (1e-9, 1e6),
-    "forget_bias": (-1e3, 1e3),
-    "zoneout": (0.0, 1.0),
-}
 
 
 class LSTMCarry(NamedTuple):
@@ -288,27 +273,3 @@ def hoist(params: Params) -> tuple[Params, Params | None]:
         return params, None  # These need the parts of x and h apart.
     kernel = jnp.concatenate([gates["input"], gates["recurrent"]], 0)
     return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, None
-
-
-def check_fields(cell: Any) -> None:
-    """Refuses numbers and dtypes that are out of range; `cell` is a module of `layers.py`."""
-    for field in dataclasses.fields(cell):
-        name, value = field.name, getattr(cell, field.name)
-        if name in ("dtype", "param_dtype"):
-            good, rule = _is_floating(value), "a dtype of floating point"
-        elif name in LIMITS and not (value is None and field.default is None):
-            low, high = LIMITS[name]
-            kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
-            good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-            rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
-        else:
-            continue
-        if not good:
-            raise errors.UsageError(f"{name} {value!r} must be {rule}")
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False

@@ -4,8 +4,10 @@ Axes: D input features, H hidden features. The modules follow `nn.RNNCellBase`, 
 `nn.RNN` and `nn.Bidirectional`. The `RNN` of `rnn.py` runs them over a sequence faster.
 """
 
+import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,17 @@ from mogrifier_jax.nn import cells, taps
 
 Dtype = Any
 check = errors.check
+# The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
+LIMITS: dict[str, tuple[float, float]] = {
+    "hidden_size": (1, 10**6),
+    "rounds": (0, 100),
+    "rank": (-(10**6), 10**6),
+    "gate_rank": (0, 10**6),
+    "init_factor": (1e-9, 1e3),
+    "cell_clip": (1e-9, 1e6),
+    "forget_bias": (-1e3, 1e3),
+    "zoneout": (0.0, 1.0),
+}
 
 
 def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
@@ -46,7 +59,7 @@ class Cell(nn.RNNCellBase):
 
     def __post_init__(self):
         super().__post_init__()
-        cells.check_fields(self)
+        check_fields(self)
 
     @property
     def num_feature_axes(self) -> int:
@@ -349,7 +362,7 @@ class Mogrifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h; the gates of each read the other."""
-        cells.check_fields(self)
+        check_fields(self)
         check(
             min(jnp.ndim(x), jnp.ndim(h)) >= 1 and x.shape[:-1] == h.shape[:-1],
             f"x {x.shape} and h {h.shape} must agree in all axes but the last, their features",
@@ -384,17 +397,25 @@ def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax
     return params
 
 
-def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> None:
-    """Refuses a cell, inputs or lengths that an RNN of linen or NNX cannot run."""
-    check(
-        hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
-        f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
-        "cell, and an array [..., time, features]",
-    )
-    check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
+def check_fields(cell: Any) -> None:
+    """Refuses numbers and dtypes that are out of range; `cell` is a module of `layers.py`."""
+    for field in dataclasses.fields(cell):
+        name, value = field.name, getattr(cell, field.name)
+        if name in ("dtype", "param_dtype"):
+            good, rule = _is_floating(value), "a dtype of floating point"
+        elif name in LIMITS and not (value is None and field.default is None):
+            low, high = LIMITS[name]
+            kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
+            good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+            rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
+        else:
+            continue
+        if not good:
+            raise errors.UsageError(f"{name} {value!r} must be {rule}")
+
+
+def _is_floating(dtype: Any) -> bool:
     try:
-        lengths = jnp.zeros(0, int) if seq_lengths is None else jnp.asarray(seq_lengths)
-    except (TypeError, ValueError):
-        lengths = jnp.zeros(0)
-    message = f"seq_lengths {seq_lengths!r} must be an array of one integer for each sequence"
-    check(jnp.issubdtype(lengths.dtype, jnp.integer), message)
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, layers, rnn, softmax
-from mogrifier_jax.nn.rnn import Dropout
+from mogrifier_jax.nn import cells, dropout, layers, softmax, stack
+from mogrifier_jax.nn.dropout import Dropout
 
 Dtype = Any
 check = errors.check
@@ -50,7 +50,7 @@ class Sizes(nn.Module):
         check_tokens(name, tokens)
         xs = jnp.take(table.astype(self.dtype), tokens.T, axis=0)
         if rates.input is not None:
-            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
+            xs = dropout.drop(rates.input, xs, self.make_rng("dropout"))
         return xs
 
 
@@ -82,7 +82,7 @@ class LanguageModel(Sizes):
             "at least 2",
         )
         self.embedding = self.make_embedding("embedding")
-        self.stack = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.stack = stack.Stack(**_fields_of(stack.Stack, self))
         self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
     def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
@@ -92,7 +92,7 @@ class LanguageModel(Sizes):
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> Any:
         """The zero carry that a stream starts from, unless the initial state is trained."""
-        return rnn.zero_carry(self, batch_size)
+        return stack.zero_carry(self, batch_size)
 
     @nn.nowrap
     def example(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class EncoderDecoder(Sizes):
     def setup(self) -> None:
         """Makes the encoder with its embedding, and the decoder."""
         self.source_embedding = self.make_embedding("source_embedding")
-        self.encoder = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.encoder = stack.Stack(**_fields_of(stack.Stack, self))
         self.decoder = LanguageModel(**_fields_of(LanguageModel, self))
 
     @nn.nowrap

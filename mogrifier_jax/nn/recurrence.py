@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mogrifier_jax.nn import cells, taps
+from mogrifier_jax.nn import cells, loops, taps
 
 # TPUs round float32 operands of a matmul to bfloat16. So the operands are stored in bfloat16.
 TPU_OPERAND = jnp.dtype("bfloat16")
@@ -84,7 +84,7 @@ def scan(
 
 def _padding(batch):
     """How many rows to make of one: more than one if each device of the mesh has a single row."""
-    return TPU_ROWS if batch == taps.shards() else 1
+    return TPU_ROWS if batch == loops.shards() else 1
 
 
 def _pad_on_tpus(run, factor, params, *arguments):
@@ -154,7 +154,7 @@ def _forward(step, dtype, unroll, params, *arguments):
         return push(
             *arguments,
             operand=TPU_OPERAND,
-            loop=taps.scan_into_empty,
+            loop=loops.scan_into_empty,
             again=reads_inputs and _stored(like) > TPU_CHUNKED[0],
             stacked=reads_inputs and _stacked_on_tpus(like),
         )
@@ -207,13 +207,13 @@ def _push(
 
     def body_with_one_write(carry, inputs):
         after, kept = body(carry, inputs)
-        return after, taps.join(kept)
+        return after, loops.join(kept)
 
     loop = functools.partial(loop, init=carry, xs=(xs, scanned), unroll=unroll)
     _, like = jax.eval_shape(lambda: loop(body)) if joined else (None, ())
     if len({leaf.dtype for leaf in jax.tree.leaves(like)}) == 1:
         last, kept = loop(body_with_one_write)
-        carries, outputs, zs = taps.part(kept, like)
+        carries, outputs, zs = loops.part(kept, like)
     else:
         last, (carries, outputs, zs) = loop(body)
     xs = zs if stepwise else xs
@@ -254,20 +254,21 @@ def _pulls_of_chips(pull, dtype, saved):
         ways["tpu"] = functools.partial(
             pull,
             operand=TPU_OPERAND,
-            loop=taps.scan_into_empty if stored <= least else jax.lax.scan,
+            loop=loops.scan_into_empty if stored <= least else jax.lax.scan,
             chunk=TPU_CHUNK if least < stored <= most else None,
             again=stored > least,
             stacked=_stacked_on_tpus(saved),
         )
     elif rounded_on_tpus(dtype) and len(made.maps) > 1:
-        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=taps.scan_into_empty)
+        ways["tpu"] = functools.partial(pull, operand=TPU_OPERAND, loop=loops.scan_into_empty)
     return ways
 
 
 def _stored(saved):
     """Bytes of maps' outputs that a device stores."""
     return (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[-1])) // taps.shards()
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved[-1]))
+        // loops.shards()
     )
 
 
@@ -370,16 +371,16 @@ def _pull(
         # If x is the addend of an output, both have the same gradient. It is written once.
         same[:] = [name for name, d_output in d_outputs.items() if summed and d_output is d_x]
         written = (None if same else d_x, d_outputs)
-        return (d_carry, d_vectors), taps.join(written) if joined else written
+        return (d_carry, d_vectors), loops.join(written) if joined else written
 
     same: list[str] = []
     carries = jnp.stack(carries, 1) if stacked else carries
     state = (d_last, jax.tree.map(jnp.zeros_like, vectors_of_rows()))
     loop = functools.partial(loop, body, reverse=True, unroll=unroll)
     if chunk is not None:
-        loop = functools.partial(taps.scan_in_chunks, loop, chunk)
+        loop = functools.partial(loops.scan_in_chunks, loop, chunk)
     (d_carry, d_vectors), written = loop(state, (d_hs, carries, xs, scanned, outputs))
-    d_xs, d_outputs = taps.part(written, (xs, all_outputs)) if joined else written
+    d_xs, d_outputs = loops.part(written, (xs, all_outputs)) if joined else written
     d_xs = d_outputs[same[0]] if same else d_xs
     d_vectors = {name: cells.widen(v).sum(0) for name, v in d_vectors.items()}
     return made.gradients(inputs, d_outputs, d_vectors, transposed), d_carry, d_xs

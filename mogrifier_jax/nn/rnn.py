@@ -1,8 +1,7 @@
-"""RNN, which runs one cell over sequences, and Stack, the recurrent layers of a model.
+"""RNN, which runs one cell over sequences.
 
-Axes: B batch, T time, D input features, E embedding, H hidden. `RNN` replaces `nn.RNN` and uses
-the fast scan of `recurrence.py`. The dropout rates of a stack are numbers that may be traced. A
-rate of None means that the operation is left out.
+Axes: B batch, T time, D input features, H hidden. `RNN` replaces `nn.RNN` and uses the fast scan of
+`recurrence.py`. `stack.py` makes the layers of a model of it.
 """
 
 import functools
@@ -15,9 +14,8 @@ import jax.numpy as jnp
 from flax.linen import recurrent
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, from_flax, layers, recurrence, taps
+from mogrifier_jax.nn import cells, dropout, from_flax, layers, recurrence, taps
 
-Dtype = Any
 check = errors.check
 
 
@@ -56,7 +54,7 @@ class RNN(nn.RNN):
         deterministic: bool | None = None,
     ) -> Any:
         """Takes the arguments of `nn.RNN`; `deterministic` turns all masks off."""
-        layers.check_sequences(self.cell, inputs, seq_lengths)
+        check_sequences(self.cell, inputs, seq_lengths)
         if not isinstance(self.cell, layers.Cell):
             given = dict(
                 initial_carry=initial_carry,
@@ -122,7 +120,7 @@ class RNN(nn.RNN):
         if self.state_dropout == 0:
             return {}
         shape = (*batch, self.cell.hidden_size)
-        return state_mask(self.state_dropout, shape, self.make_rng("dropout"))
+        return dropout.state_mask(self.state_dropout, shape, self.make_rng("dropout"))
 
     def window(
         self,
@@ -253,146 +251,17 @@ def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
     return jnp.arange(steps)[:, None] == index[None, :]
 
 
-class Dropout(NamedTuple):
-    """The probabilities of dropping an element; None means no dropout."""
-
-    input: Any = None  # Of the embedded tokens.
-    inter_layer: Any = None  # Of the input of each layer after the first.
-    state: Any = None  # Of the previous h that the gates read.
-    output: Any = None  # Of the output of the stack.
-    downprojected: Any = None  # Of the softmax's projection of that output.
-
-
-NO_DROPOUT = Dropout()
-
-
-def dropout(rate: Any, x: jax.Array, key: jax.Array) -> jax.Array:
-    """Inverted dropout with a rate that may be traced."""
-    keep = keep_mask(rate, x.shape, key)
-    return jnp.where(keep, x * keep_scale(rate, x.dtype), jnp.zeros_like(x))
-
-
-def keep_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """True with probability 1 - rate."""
+def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> None:
+    """Refuses a cell, inputs or lengths that an RNN of linen or NNX cannot run."""
     check(
-        not isinstance(rate, int | float) or 0 <= rate < 1,
-        f"dropout rate {rate} must be at least 0 and below 1; use None for no dropout",
+        hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
+        f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
+        "cell, and an array [..., time, features]",
     )
-    return jax.random.bernoulli(key, 1 - jnp.asarray(rate, jnp.float32), shape)
-
-
-def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
-    """The factor 1 / (1 - rate) for the elements that are kept."""
-    return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
-
-
-def state_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> dict[str, jax.Array]:
-    """The mask and the scale of state dropout, as `RNN.window` takes them."""
-    return {"keep": keep_mask(rate, shape, key), "scale": keep_scale(rate, jnp.float32)}
-
-
-def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
-    """A zero carry for each layer of a stack or model."""
-    make = layers.find_cell(module.cell)
-    cell = make(module.hidden_size, dtype=module.dtype, parent=None)
-    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
-
-
-class Stack(nn.Module):
-    """Runs layers of the same cell over a window; `output` says how they are combined."""
-
-    num_layers: int
-    hidden_size: int
-    cell: str = "mogrifier_lstm"
-    cell_options: Any = ()  # A mapping: the options of the cell.
-    output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
-    state_mask: str = "window"  # One mask of the state dropout for the "window" or each "step".
-    trainable_initial_state: bool = False
-    fast: bool = True
-    remat_window: int | None = None
-    unroll: int = 1
-    dtype: Dtype = jnp.float32
-
-    def setup(self) -> None:
-        """Checks the options and makes the layers."""
-        check(self.num_layers >= 1, f"num_layers {self.num_layers} must be at least 1")
-        check(
-            self.output in ("sum", "residual", "last"),
-            f"output {self.output!r} is not known; use 'sum', 'residual' or 'last'",
-        )
-        check(
-            self.state_mask in ("window", "step"),
-            f"state_mask {self.state_mask!r} is not known; use 'window' or 'step'",
-        )
-        make = functools.partial(layers.find_cell(self.cell), **dict(self.cell_options))
-        self.layers = [
-            RNN(
-                make(self.hidden_size, dtype=self.dtype, parent=None),
-                fast=self.fast,
-                remat_window=self.remat_window,
-                unroll=self.unroll,
-            )
-            for _ in range(self.num_layers)
-        ]
-        if self.trainable_initial_state:
-            self.initial_state = self.param("initial_state", self.init_initial_state)
-
-    def init_initial_state(self, key: jax.Array) -> tuple[Any, ...]:
-        """Zeros, to be trained."""
-        del key
-        return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
-
-    def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
-        """The carry that a sequence starts from: zeros, or the trained initial state."""
-        zeros = zero_carry(self, batch_size)
-        if not self.trainable_initial_state:
-            return zeros
-        return jax.tree.map(lambda v, z: cells.stretch(v, z), self.initial_state, zeros)
-
-    def __call__(
-        self,
-        carry: tuple[Any, ...] | None,
-        xs: jax.Array,
-        valid: jax.Array | None = None,
-        rates: Dropout = NO_DROPOUT,
-    ) -> tuple[tuple[Any, ...], jax.Array]:
-        """From (carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
-
-        def run(layer, carry, xs):
-            mask = {}
-            if rates.state is not None:
-                steps = xs.shape[:1] if self.state_mask == "step" else ()
-                shape = (*steps, xs.shape[1], self.hidden_size)
-                mask = state_mask(rates.state, shape, self.make_rng("dropout"))
-            return layer.window(carry, xs, **mask, valid=valid, train=self.has_rng("dropout"))
-
-        carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
-        return carry, total
-
-    def gates(self, carry: tuple[Any, ...] | None, xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
-        """Returns the carry, and every gate of every layer, [T, B, ...]."""
-        carry, _, found = self.run_layers(RNN.gates, carry, xs)
-        return carry, [gates for (gates,) in found]
-
-    def run_layers(self, run, carry, xs, rate=None):
-        """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
-
-        Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
-        Without a carry it starts from the initial one.
-        """
-        carry = self.initial_carry(xs.shape[1]) if carry is None else carry
-        check(
-            isinstance(carry, tuple | list) and len(carry) == self.num_layers,
-            f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
-            "each layer; make one with zero_carry(batch_size)",
-        )
-        carries, others, total = [], [], None
-        for index, layer in enumerate(self.layers):
-            if index and rate is not None:
-                xs = dropout(rate, xs, self.make_rng("dropout"))
-            last, hs, *other = run(layer, carry[index], xs)
-            carries.append(last)
-            others.append(other)
-            xs = total + hs if self.output == "residual" and index else hs
-            total = total + xs if self.output == "sum" and index else xs
-        return tuple(carries), total, others
+    check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
+    try:
+        lengths = jnp.zeros(0, int) if seq_lengths is None else jnp.asarray(seq_lengths)
+    except (TypeError, ValueError):
+        lengths = jnp.zeros(0)
+    message = f"seq_lengths {seq_lengths!r} must be an array of one integer for each sequence"
+    check(jnp.issubdtype(lengths.dtype, jnp.integer), message)

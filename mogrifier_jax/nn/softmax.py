@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import layout
 
-from mogrifier_jax.nn import cells, recurrence, rnn
+from mogrifier_jax.nn import cells, dropout, recurrence
 
 Dtype = Any
 # The most logits of a chunk on CPUs. They have 16 MB, so they stay in a cache after their matmul.
@@ -66,7 +66,7 @@ class Softmax(nn.Module):
         steps_at_once = max(1, max_logits // logits_of_step)
         return -(-steps // steps_at_once)
 
-    def logits(self, hs, embedding, temperature, rates=rnn.NO_DROPOUT) -> jax.Array:
+    def logits(self, hs, embedding, temperature, rates=dropout.NO_DROPOUT) -> jax.Array:
         """Unnormalised log-probabilities [T, B, V]."""
         us, log_weights = self.features(hs, rates)
         logits = component_logits(us, self.matrix(embedding), self.bias, temperature)
@@ -77,7 +77,7 @@ class Softmax(nn.Module):
     def features(self, hs, rates):
         """The vectors that multiply the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
         if rates.output is not None:
-            hs = rnn.dropout(rates.output, hs, self.make_rng("dropout"))
+            hs = dropout.drop(rates.output, hs, self.make_rng("dropout"))
         log_weights = None
         if self.mixture_components:
             us = jnp.tanh(
@@ -90,7 +90,7 @@ class Softmax(nn.Module):
         else:
             return hs, None
         if rates.downprojected is not None:
-            us = rnn.dropout(rates.downprojected, us, self.make_rng("dropout"))
+            us = dropout.drop(rates.downprojected, us, self.make_rng("dropout"))
         return us, log_weights
 
     def matrix(self, embedding) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from mogrifier_jax.nn import models, rnn, softmax
+from mogrifier_jax.nn import dropout, models, softmax, stack
 from tests import golden, quick, reference
 
 V, H, E, T, B = 7, 5, 3, 6, 2
@@ -118,7 +118,7 @@ def masks(monkeypatch):
         drawn.setdefault(name, []).append(mask * np.float64(np.float32(1) / np.float32(1 - rate)))
         return jnp.asarray(mask)
 
-    monkeypatch.setattr(rnn, "keep_mask", keep_mask)
+    monkeypatch.setattr(dropout, "keep_mask", keep_mask)
     return drawn
 
 
@@ -195,7 +195,7 @@ def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, fl
 def test_dropped_share_and_scale_follow_the_rate():
     x = jnp.full((200, 50), 3.0)
     for rate in (0.1, 0.7):
-        dropped = np.asarray(quick.jit(rnn.dropout)(rate, x, jax.random.key(1)))
+        dropped = np.asarray(quick.jit(dropout.drop)(rate, x, jax.random.key(1)))
         kept = dropped != 0
         assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / x.size)
         np.testing.assert_allclose(dropped[kept], 3 / (1 - rate), rtol=1e-6)
@@ -207,17 +207,17 @@ def test_dropped_share_and_scale_follow_the_rate():
 @pytest.mark.parametrize("state_mask", ["window", "step"])
 def test_state_masks_are_one_for_a_window_or_one_for_a_step(state_mask):
     """h = tanh(1 + dropped previous h) shows what was dropped."""
-    stack = rnn.Stack(
+    module = stack.Stack(
         2, 40, cell="mogrifier_elman", cell_options=dict(rounds=0), state_mask=state_mask
     )
-    carry, xs = rnn.zero_carry(stack, B), np.zeros((4, B, 3), np.float32)
+    carry, xs = stack.zero_carry(module, B), np.zeros((4, B, 3), np.float32)
     gates = {"recurrent": np.eye(40)[:, None], "bias": np.ones((1, 40))}
     params = {
         f"layers_{index}": {"cell": {"gates": {**gates, "input": np.zeros((size, 1, 40))}}}
         for index, size in enumerate((3, 40))
     }
     params = jax.tree.map(np.float32, params)
-    apply = quick.jit(stack.apply)
+    apply = quick.jit(module.apply)
 
     def run(rate, seed):
         rngs = {"dropout": jax.random.key(seed)}

@@ -9,7 +9,7 @@ import pytest
 from jax.extend import core
 
 from mogrifier_jax import partitioning
-from mogrifier_jax.nn import cells, layers, recurrence, rnn, taps
+from mogrifier_jax.nn import cells, layers, loops, recurrence, rnn, taps
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
@@ -376,10 +376,12 @@ def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
     [("lstm", False), ("mlstm", False), ("mogrifier", True), ("mogrifier low rank", True)],
 )
 def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
-    lengths, run = [], taps.scan_in_chunks
+    lengths, run = [], loops.scan_in_chunks
     pretend(monkeypatch, "tpu")
     monkeypatch.setattr(recurrence, "TPU_CHUNKED", (0, 2**30))
-    monkeypatch.setattr(taps, "scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args))
+    monkeypatch.setattr(
+        loops, "scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args)
+    )
     cell = make_cell(variant)
     tree, keep, valid = problem(cell)
     gradient = jax.grad(objective(rnn.RNN(cell)), has_aux=True)
