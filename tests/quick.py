@@ -20,9 +20,16 @@ jit = functools.partial(
 jit_optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
-def choose_for_cpus(*args, default=None, **ways):
-    """In the place of `jax.lax.platform_dependent`: the other platforms' ways are not traced."""
-    return ways.get("cpu", default)(*args)
+def on_platform(platform, fn, devices=1):
+    """`fn`, traced as if its arrays were on that many devices of a platform."""
+    device = jax.sharding.AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+    mesh = jax.sharding.AbstractMesh((devices, 1), ("data", "model"), abstract_device=device)
+
+    def traced(*args):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return fn(*args)
+
+    return traced
 
 
 @contextlib.contextmanager

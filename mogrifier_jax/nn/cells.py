@@ -38,6 +38,9 @@ class Carry(NamedTuple):
     h: jax.Array  # [..., H] compute dtype.
 
 
+State = LSTMCarry | Carry
+
+
 def project(x: jax.Array, kernel: Any, bias: jax.Array | None = None) -> jax.Array:
     """x [..., I] times kernel [I, ...], plus bias; the result is at least float32."""
     if callable(kernel):  # A tap of `recurrence.py`.
@@ -70,21 +73,6 @@ def wide(dtype: Any) -> np.dtype:
 def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts a parameter to the shape and dtype of the array that it is combined with."""
     return jnp.broadcast_to(vector.astype(like.dtype), like.shape)
-
-
-def sum_leading(x: jax.Array, num_axes: int) -> jax.Array:
-    """Sums over the first `num_axes` axes, in at least float32."""
-
-    def by_matmul(x):
-        # A TPU's matrix units do this faster than its vector units. The compiler would turn a
-        # matmul by one row of ones into a product and a sum. It leaves eight rows alone.
-        ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
-        return jnp.tensordot(ones, x, num_axes, preferred_element_type=wide(x.dtype))[0]
-
-    def by_sum(x):
-        return widen(x).sum(tuple(range(num_axes)))
-
-    return jax.lax.platform_dependent(x, tpu=by_matmul, default=by_sum)
 
 
 def layer_norm(x: jax.Array, gain: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Array:
@@ -206,9 +194,17 @@ def elman(
     return Carry(h.astype(carry.h.dtype)), {"h": h, "rounds": rounds}
 
 
-def modulate(params, x, h, keep, scale, zigzag):
+def modulate(
+    params: Params,
+    x: jax.Array,
+    h: jax.Array,
+    keep: jax.Array | None,
+    scale: jax.Array | None,
+    zigzag: bool,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """The x and h that the gates read: after state dropout, constant scaling and the Mogrifier."""
     if keep is not None:
+        assert scale is not None  # They come together.
         h = jnp.where(keep, h * scale.astype(h.dtype), jnp.zeros_like(h))
     if "scaling" in params:
         x = x * stretch(params["scaling"]["x"], x)
@@ -223,7 +219,7 @@ def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax
     maps = params["multiplicative"]
     if "input" in maps:
         mx = project(x, maps["input"])
-    else:  # `hoist` has put W_mx x before the gates.
+    else:  # `split_input_projection` has put W_mx x before the gates.
         mx, x = widen(x[..., 0, :]), x[..., 1:, :]
     return x, (mx * project(h, maps["recurrent"])).astype(h.dtype)
 
@@ -232,7 +228,7 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
     """Pre-activations [..., G, H] of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
     if "recurrent" not in params:
         return affine(params, jnp.concatenate([x, h], -1))
-    if "input" not in params and "shift" not in params:  # `hoist` has projected x already.
+    if "input" not in params and "shift" not in params:  # x is projected already.
         return project(h, params["recurrent"], x)
     zx, zh = gate_parts(params, x, h)
     if "shift" in params:
@@ -243,17 +239,17 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
 
 
 def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The parts of the pre-activations from x and from h; `hoist` may have projected x already."""
+    """The parts of the pre-activations from x and from h; x may be projected already."""
     zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
     return zx, project(h, params["recurrent"])
 
 
-def hoist(params: Params) -> tuple[Params, Params | None]:
-    """Moves work out of the recurrence: returns equivalent parameters, and a map for x or None.
+def split_input_projection(params: Params) -> tuple[Params, Params | None]:
+    """Takes the projection of x out of the step: returns equivalent parameters, and a map or None.
 
     If nothing modulates x before the gates, its projection does not depend on the state. It is
-    returned as a map of its own, which `recurrence.scan` applies to all steps at once. Otherwise
-    the two gate matrices become one. Then a step has one large matmul instead of two, and one sum
+    returned as a map of its own, which `recurrence.scan` applies before the step. Otherwise the
+    two gate matrices become one, so that a step has one large matmul instead of two, and one sum
     less to keep for the backward pass.
     """
     gates = params["gates"]

@@ -57,7 +57,7 @@ class Cell(nn.RNNCellBase):
         """The number of blocks of the gate matrices."""
         raise NotImplementedError
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self)
 
@@ -75,7 +75,7 @@ class Cell(nn.RNNCellBase):
     def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, x [..., D]) to (carry, h [..., H])."""
         self.check_carry(carry, x.shape)
-        weights = taps.Taps(self.weights(x.shape[-1]), self.dtype).cast
+        weights = taps.cast_matrices(self.weights(x.shape[-1]), self.dtype)
         carry, _ = self.cell(weights, carry, x.astype(self.dtype), **extras)
         return carry, carry.h
 
@@ -108,7 +108,7 @@ class Cell(nn.RNNCellBase):
         keys = jax.random.split(key, 3)
         hidden, gates = self.hidden_size, self.num_gates
 
-        def draw(key, fan, shape):
+        def draw(key: jax.Array, fan: int, shape: tuple[int, ...]) -> jax.Array:
             return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
 
         return {
@@ -182,7 +182,7 @@ class MogrifierLSTMCell(Cell):
     gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
     zoneout: float = 0.0  # The probability that an element of c or h stays as it was, in training.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check(
             not (self.layer_norm and self.gate_rank > 0),
@@ -276,7 +276,7 @@ class MLSTMCell(MogrifierLSTMCell):
     def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Draws the matrices of the two factors of h_m."""
 
-        def draw(key, fan):
+        def draw(key: jax.Array, fan: int) -> jax.Array:
             shape = (fan, self.hidden_size)
             return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
 
@@ -373,11 +373,19 @@ class Mogrifier(nn.Module):
             size_in, size_out = sizes if i % 2 else sizes[::-1]
             options = (size_in, size_out, self.rank, self.gate_bias, 1.0, self.param_dtype)
             rounds.append(self.param(f"round_{i}", init_map, *options))
-        weights = taps.Taps(rounds, self.dtype).cast
+        weights = taps.cast_matrices(rounds, self.dtype)
         return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
 
 
-def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:
+def init_map(
+    key: jax.Array,
+    size_in: int,
+    size_out: int,
+    rank: int,
+    bias: bool,
+    factor: float,
+    dtype: Dtype,
+) -> dict[str, jax.Array]:
     """Draws a gating map: one matrix, or two factors whose product has a variance of about 1/in."""
     check(
         rank <= max(size_in, size_out),

@@ -85,12 +85,14 @@ class LanguageModel(Sizes):
         self.stack = stack.Stack(**_fields_of(stack.Stack, self))
         self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
-    def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, inputs: jax.Array, carry: stack.Carries | None = None
+    ) -> tuple[jax.Array, stack.Carries]:
         """From (inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
         return self.logits(inputs, carry)
 
     @nn.nowrap
-    def zero_carry(self, batch_size: int) -> Any:
+    def zero_carry(self, batch_size: int) -> stack.Carries:
         """The zero carry that a stream starts from, unless the initial state is trained."""
         return stack.zero_carry(self, batch_size)
 
@@ -99,13 +101,17 @@ class LanguageModel(Sizes):
         """Small arguments for `init`."""
         return {"inputs": jnp.zeros((1, 1), jnp.int32)}
 
-    def initial_carry(self, batch_size: int) -> Any:
+    def initial_carry(self, batch_size: int) -> stack.Carries:
         """The carry that an example which stands alone starts from; it may be trained."""
         return self.stack.initial_carry(batch_size)
 
     def batch_nats(
-        self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
-    ) -> tuple[jax.Array, Any]:
+        self,
+        batch: Any,
+        carry: stack.Carries,
+        rates: Dropout | None = None,
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """`nats` of a `streams.Window`; the carry of examples that stand alone is ()."""
         start = None if carry == () else carry
         nats, end = self.nats(batch.inputs, batch.targets, start, batch.lengths, rates, temperature)
@@ -115,11 +121,11 @@ class LanguageModel(Sizes):
         self,
         inputs: jax.Array,
         targets: jax.Array,
-        carry: Any = None,
+        carry: stack.Carries | None = None,
         lengths: jax.Array | None = None,
         rates: Dropout | None = None,
-        temperature: Any = 1.0,
-    ) -> tuple[jax.Array, Any]:
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """-log p(target) [B, T], zero beyond `lengths`, and the carry at each example's end.
 
         `temperature` multiplies the logits, so values below 1 flatten the distribution.
@@ -139,20 +145,31 @@ class LanguageModel(Sizes):
         return nats.T, carry
 
     def logits(
-        self, inputs: jax.Array, carry: Any = None, temperature: Any = 1.0
-    ) -> tuple[jax.Array, Any]:
+        self,
+        inputs: jax.Array,
+        carry: stack.Carries | None = None,
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """Unnormalised log-probabilities [B, T, V] without dropout, and the carry."""
         carry, hs = self.run(inputs, carry, None, Dropout())
         logits = self.softmax.logits(hs, self.embedding, temperature)
         return jnp.swapaxes(logits, 0, 1), carry
 
-    def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
+    def gates(
+        self, inputs: jax.Array, carry: stack.Carries | None = None
+    ) -> tuple[list[cells.Gates], stack.Carries]:
         """The values of all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
         xs = self.look_up(self.embedding, "inputs", inputs, Dropout())
         carry, gates = self.stack.gates(carry, xs)
         return gates, carry
 
-    def run(self, inputs, carry, valid, rates):
+    def run(
+        self,
+        inputs: jax.Array,
+        carry: stack.Carries | None,
+        valid: jax.Array | None,
+        rates: Dropout,
+    ) -> tuple[stack.Carries, jax.Array]:
         """From tokens [B, T] to the carry and the stack's outputs [T, B, H]."""
         xs = self.look_up(self.embedding, "inputs", inputs, rates)
         return self.stack(carry, xs, valid, rates)
@@ -181,13 +198,17 @@ class EncoderDecoder(Sizes):
         tokens = jnp.zeros((1, 1), jnp.int32)
         return {"source": tokens, "inputs": tokens, "targets": tokens}
 
-    def __call__(self, source, inputs, targets):
+    def __call__(self, source: jax.Array, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         """`nats` of examples that fill their rows, without dropout."""
         return self.nats(source, inputs, targets)
 
     def batch_nats(
-        self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
-    ) -> tuple[jax.Array, Any]:
+        self,
+        batch: Any,
+        carry: stack.Carries,
+        rates: Dropout | None = None,
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """`nats` of a `streams.CopyBatch`; returns the carry unchanged."""
         nats = self.nats(
             batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, temperature
@@ -202,7 +223,7 @@ class EncoderDecoder(Sizes):
         source_lengths: jax.Array | None = None,
         lengths: jax.Array | None = None,
         rates: Dropout | None = None,
-        temperature: Any = 1.0,
+        temperature: float | jax.Array = 1.0,
     ) -> jax.Array:
         """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
         rates = rates or Dropout()

@@ -1,11 +1,12 @@
 """RNN, which runs one cell over sequences.
 
 Axes: B batch, T time, D input features, H hidden. `RNN` replaces `nn.RNN` and uses the fast scan of
-`recurrence.py`. `stack.py` makes the layers of a model of it.
+`windows.py`. `stack.py` makes the layers of a model of it.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax.linen import recurrent
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, dropout, from_flax, layers, recurrence, taps
+from mogrifier_jax.nn import cells, dropout, from_flax, layers, recurrence, taps, windows
 
 check = errors.check
 
@@ -124,14 +125,14 @@ class RNN(nn.RNN):
 
     def window(
         self,
-        carry: Any,
+        carry: cells.State,
         xs: jax.Array,
         keep: jax.Array | None = None,
         scale: jax.Array | None = None,
         valid: jax.Array | None = None,
         last: jax.Array | None = None,
         train: bool = False,
-    ) -> tuple[Any, jax.Array]:
+    ) -> tuple[cells.State, jax.Array]:
         """From (carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller draws.
 
         `keep` is the mask of the state dropout: [B, H] for all steps, or [T, B, H] with a mask for
@@ -145,28 +146,37 @@ class RNN(nn.RNN):
         shape = (*xs.shape[:2], self.cell.hidden_size)
         for name, rate in self.cell.masks.items() if train else ():
             given[name] = jax.random.bernoulli(self.make_rng("dropout"), rate, shape)
-        masks = {name: mask for name, mask in given.items() if mask is not None}
-        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", "last")}
-        constant = {name: mask for name, mask in masks.items() if name not in scanned}
+        drawn = {name: mask for name, mask in given.items() if mask is not None}
+        scanned = {n: m for n, m in drawn.items() if m.ndim == 3 or n in ("valid", "last")}
+        constant = {name: mask for name, mask in drawn.items() if name not in scanned}
+        state: Any = carry
         if last is not None and isinstance(carry, cells.LSTMCarry):
-            carry = _Marked(*carry, end=carry.c)
+            state = _Marked(*carry, end=carry.c)
         run = self.run_fast if self.fast and len(xs) else self.run_plainly
-        carry, hs = run(carry, xs, scanned, constant)
+        end, hs = run(state, xs, recurrence.Masks(scanned, constant))
         if valid is not None:
             hs = jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
         if last is not None:
             h = jnp.where(last[..., None], hs, jnp.zeros_like(hs)).sum(0)
-            carry = cells.LSTMCarry(carry.end, h) if isinstance(carry, _Marked) else cells.Carry(h)
-        return carry, hs
+            end = cells.LSTMCarry(end.end, h) if isinstance(end, _Marked) else cells.Carry(h)
+        return end, hs
 
-    def run_fast(self, carry, xs, scanned, constant):
-        """Runs the scan of `recurrence.py`."""
-        weights, inputs = cells.hoist(self.cell.weights(xs.shape[-1]))
-        options: Any = dict(inputs=inputs, remat_window=self.remat_window, unroll=self.unroll)
-        step = functools.partial(_step, self.cell.cell)
+    def run_fast(
+        self, carry: cells.State, xs: jax.Array, masks: recurrence.Masks
+    ) -> tuple[cells.State, jax.Array]:
+        """Runs the scan of `windows.py`."""
+        weights, input_map = cells.split_input_projection(self.cell.weights(xs.shape[-1]))
         try:
-            return recurrence.scan(
-                step, weights, carry, xs, scanned, constant, dtype=self.cell.dtype, **options
+            return windows.scan(
+                functools.partial(_step, self.cell.cell),
+                weights,
+                carry,
+                xs,
+                masks,
+                dtype=self.cell.dtype,
+                input_map=input_map,
+                remat_window=self.remat_window,
+                unroll=self.unroll,
             )
         except TypeError as error:
             if "custom_vjp" not in str(error):
@@ -176,32 +186,43 @@ class RNN(nn.RNN):
                 "recurrence; set fast=False, or use reverse mode (grad, vjp, jacrev)"
             ) from error
 
-    def run_plainly(self, carry, xs, scanned, constant):
+    def run_plainly(
+        self, carry: cells.State, xs: jax.Array, masks: recurrence.Masks
+    ) -> tuple[cells.State, jax.Array]:
         """Runs a plain scan, which is the reference for the fast one."""
         weights = self.cell.weights(xs.shape[-1])
 
-        def body(carry, inputs):
-            x, extras = inputs
-            params = taps.Taps(weights, self.cell.dtype).cast
-            carry = _step(self.cell.cell, params, carry, x, **extras, **constant)
+        def body(carry: cells.State, inputs: Any) -> tuple[cells.State, jax.Array]:
+            x, scanned = inputs
+            params = taps.cast_matrices(weights, self.cell.dtype)
+            carry = _step(self.cell.cell, params, carry, x, **scanned, **masks.constant)
             return carry, carry.h
 
-        return jax.lax.scan(body, carry, (xs, scanned), unroll=self.unroll)
+        return jax.lax.scan(body, carry, (xs, masks.scanned), unroll=self.unroll)
 
-    def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
+    def gates(
+        self, carry: cells.State, xs: jax.Array
+    ) -> tuple[cells.State, jax.Array, cells.Gates]:
         """As `window` without masks; also returns every gate at every step, [T, B, ...]."""
         self.check_shapes(carry, xs)
         xs = xs.astype(self.cell.dtype)
-        weights = taps.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
+        weights = taps.cast_matrices(self.cell.weights(xs.shape[-1]), self.cell.dtype)
 
-        def body(carry, x):
+        def body(carry: cells.State, x: jax.Array) -> tuple[cells.State, Any]:
             carry, gates = self.cell.cell(weights, carry, x)
             return carry, (carry.h, gates)
 
         carry, (hs, gates) = jax.lax.scan(body, carry, xs)
         return carry, hs, gates
 
-    def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
+    def check_shapes(
+        self,
+        carry: cells.State,
+        xs: jax.Array,
+        keep: jax.Array | None = None,
+        scale: jax.Array | None = None,
+        valid: jax.Array | None = None,
+    ) -> None:
         """Refuses arguments of a window that do not fit together."""
         for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
             whole = value is None or (isinstance(value, int) and value >= 1)
@@ -233,12 +254,21 @@ class _Marked(NamedTuple):
     end: jax.Array
 
 
-def _step(cell, params, carry, x, valid=None, last=None, **mask):
+def _step(
+    cell: Callable[..., Any],
+    params: cells.Params,
+    carry: cells.State,
+    x: jax.Array,
+    valid: jax.Array | None = None,
+    last: jax.Array | None = None,
+    **masks: jax.Array,
+) -> Any:
     """One step of a function of `cells.py`; after an example's end the state does not change."""
     if isinstance(carry, _Marked):
-        after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **mask)
-        return _Marked(*after, end=jnp.where(last[:, None], after.c, carry.end))
-    after, _ = cell(params, carry, x, **mask)
+        assert last is not None  # They come together.
+        after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **masks)
+        return _Marked(after.c, after.h, jnp.where(last[:, None], after.c, carry.end))
+    after, _ = cell(params, carry, x, **masks)
     if valid is None:
         return after
     return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, carry)

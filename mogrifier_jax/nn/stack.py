@@ -4,6 +4,7 @@ Axes: B batch, T time, E embedding, H hidden.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,9 +15,11 @@ from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, dropout, layers, rnn
 
 check = errors.check
+# One for each layer.
+Carries = tuple[cells.State, ...]
 
 
-def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
+def zero_carry(module: Any, batch_size: int) -> Carries:
     """A zero carry for each layer of a stack or model."""
     make = layers.find_cell(module.cell)
     cell = make(module.hidden_size, dtype=module.dtype, parent=None)
@@ -62,12 +65,12 @@ class Stack(nn.Module):
         if self.trainable_initial_state:
             self.initial_state = self.param("initial_state", self.init_initial_state)
 
-    def init_initial_state(self, key: jax.Array) -> tuple[Any, ...]:
+    def init_initial_state(self, key: jax.Array) -> Carries:
         """Zeros, to be trained."""
         del key
         return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
 
-    def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
+    def initial_carry(self, batch_size: int) -> Carries:
         """The carry that a sequence starts from: zeros, or the trained initial state."""
         zeros = zero_carry(self, batch_size)
         if not self.trainable_initial_state:
@@ -76,14 +79,14 @@ class Stack(nn.Module):
 
     def __call__(
         self,
-        carry: tuple[Any, ...] | None,
+        carry: Carries | None,
         xs: jax.Array,
         valid: jax.Array | None = None,
         rates: dropout.Dropout = dropout.NO_DROPOUT,
-    ) -> tuple[tuple[Any, ...], jax.Array]:
+    ) -> tuple[Carries, jax.Array]:
         """From (carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
 
-        def run(layer, carry, xs):
+        def run(layer: rnn.RNN, carry: cells.State, xs: jax.Array) -> tuple[Any, jax.Array]:
             mask = {}
             if rates.state is not None:
                 steps = xs.shape[:1] if self.state_mask == "step" else ()
@@ -94,12 +97,18 @@ class Stack(nn.Module):
         carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
         return carry, total
 
-    def gates(self, carry: tuple[Any, ...] | None, xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
+    def gates(self, carry: Carries | None, xs: jax.Array) -> tuple[Carries, list[cells.Gates]]:
         """Returns the carry, and every gate of every layer, [T, B, ...]."""
-        carry, _, found = self.run_layers(rnn.RNN.gates, carry, xs)
-        return carry, [gates for (gates,) in found]
+        carry, _, gates_of_layers = self.run_layers(rnn.RNN.gates, carry, xs)
+        return carry, [gates for (gates,) in gates_of_layers]
 
-    def run_layers(self, run, carry, xs, rate=None):
+    def run_layers(
+        self,
+        run: Callable[..., tuple[Any, ...]],
+        carry: Carries | None,
+        xs: jax.Array,
+        rate: dropout.Rate | None = None,
+    ) -> tuple[Carries, jax.Array, list[Any]]:
         """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
 
         Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
@@ -111,7 +120,8 @@ class Stack(nn.Module):
             f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
             "each layer; make one with zero_carry(batch_size)",
         )
-        carries, others, total = [], [], None
+        carries, others = [], []
+        total = xs  # Of the layers before; the first one does not read it.
         for index, layer in enumerate(self.layers):
             if index and rate is not None:
                 xs = dropout.drop(rate, xs, self.make_rng("dropout"))

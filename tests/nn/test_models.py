@@ -1,6 +1,8 @@
 """The language model: lamb's numbers, NumPy loops, dropout, chunked loss, gates, bad input."""
 
+import dataclasses
 import functools
+import math
 
 import flax
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from mogrifier_jax.nn import dropout, models, softmax, stack
+from mogrifier_jax.nn import dropout, models, plans, stack
 from tests import golden, quick, reference
 
 V, H, E, T, B = 7, 5, 3, 6, 2
@@ -311,19 +313,28 @@ def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
     assert chunked == 5 * logits_of_a_step < steps * logits_of_a_step == whole
 
 
-def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(
-    monkeypatch, every_platform
-):
+def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(monkeypatch):
     vocab_size, steps = 101, 13
-    monkeypatch.setattr(softmax, "CPU_LOGITS", 5 * B * vocab_size)
+    make_plan = plans.make_softmax_plan
+
+    def make_plan_of_small_caches(platform, dtype):
+        plan = make_plan(platform, dtype)
+        if plan.logits_at_once == math.inf:
+            return plan
+        return dataclasses.replace(plan, logits_at_once=5 * B * vocab_size)
+
+    monkeypatch.setattr(plans, "make_softmax_plan", make_plan_of_small_caches)
     model = models.LanguageModel(vocab_size, H, H, 1, "lstm")
     inputs, targets = batch(steps)
     shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
-    traced = jax.jit(lambda params: nats(model, params, inputs, targets)[0]).trace(shapes)
-    text = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")}
-    chunk, whole = f"<{5 * B}x{vocab_size}xf32>", f"<{steps}x{B}x{vocab_size}xf32>"
-    assert chunk in text["cpu"] and whole not in text["cpu"]
-    assert whole in text["tpu"] and chunk not in text["tpu"]
+
+    def program(platform):
+        run = quick.on_platform(platform, lambda params: nats(model, params, inputs, targets)[0])
+        return str(jax.make_jaxpr(run)(shapes))
+
+    chunk, whole = f"f32[{5 * B},{vocab_size}]", f"f32[{steps},{B},{vocab_size}]"
+    assert chunk in program("cpu") and whole not in program("cpu")
+    assert whole in program("tpu") and chunk not in program("tpu")
 
 
 # States.

@@ -189,7 +189,7 @@ def test_bfloat16(name):
 
 
 @pytest.mark.slow
-def test_under_transformations(every_platform):
+def test_under_transformations(several_backends):
     """vmap over weights, nn.remat, unroll, chunks and the plain path: all the same."""
     cell = OURS["mogrifier_lstm"]()
     variables, xs = problem(cell)
@@ -245,7 +245,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("name", quick.mostly_slow(FORWARD, "jvp", "jit of jvp"))
-def test_forward_mode_ends_with_a_sentence(name, every_platform):
+def test_forward_mode_ends_with_a_sentence(name, several_backends):
     cell = OURS["elman"]()
     variables, xs = problem(cell)
     (error, words), push = FORWARD[name]
@@ -267,7 +267,7 @@ SECOND = {
     ("name", "remat_window"),
     [("jvp of grad", None), ("grad of grad", None), ("grad of grad", 2), ("hessian", 2)],
 )
-def test_second_derivatives_pass(name, remat_window, every_platform):
+def test_second_derivatives_pass(name, remat_window, several_backends):
     """Forward over reverse too: to float64 accuracy those of the plain path."""
     with jax.enable_x64(True):
         cell = OURS["mogrifier_lstm"](dtype=jnp.float64, param_dtype=jnp.float64)

@@ -205,10 +205,8 @@ def test_a_workdir_belongs_to_one_study(tuned, study_file):
 
 WORKER = """
 import sys, time
-import jax
 from mogrifier_jax.training import train
 from mogrifier_jax.tuning import trials, worker
-from tests import quick
 from tests.tuning import test_worker
 
 workdir, study, doomed = sys.argv[1:]
@@ -223,7 +221,6 @@ def save_and_say(self, state, **info):
         time.sleep(3600)  # It is killed here.
 
 train.Book.save = save_and_say
-jax.lax.platform_dependent = quick.choose_for_cpus
 test_worker.tune(workdir, study=study, num_trials=2, parallel=1)
 """
 
