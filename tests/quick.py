@@ -6,6 +6,8 @@ import functools
 import jax
 import pytest
 
+from mogrifier_jax.nn import plans
+
 jit = functools.partial(
     jax.jit,
     compiler_options={
@@ -22,11 +24,9 @@ jit_optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimi
 
 def on_platform(platform, fn, devices=1):
     """`fn`, traced as if its arrays were on that many devices of a platform."""
-    device = jax.sharding.AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
-    mesh = jax.sharding.AbstractMesh((devices, 1), ("data", "model"), abstract_device=device)
 
     def traced(*args):
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(plans.abstract_mesh(platform, devices)):
             return fn(*args)
 
     return traced

@@ -227,7 +227,17 @@ def _lowering_name(platform: str, present: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def of_no_platform() -> Iterator[None]:
     """Within, operands without a sharding get the default plan, which adds no work of its own."""
-    device = jax.sharding.AbstractDevice(device_kind="none", num_cores=None, platform="none")
-    mesh = jax.sharding.AbstractMesh((1, 1), ("data", "model"), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(abstract_mesh("none")):
         yield
+
+
+def abstract_mesh(platform: str, devices: int = 1) -> jax.sharding.AbstractMesh:
+    """A mesh of devices of a platform that need not be here; they share the batch."""
+    return jax.sharding.AbstractMesh(
+        (devices, 1),
+        ("data", "model"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        abstract_device=jax.sharding.AbstractDevice(
+            device_kind=platform, num_cores=None, platform=platform
+        ),
+    )

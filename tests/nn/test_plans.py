@@ -126,9 +126,8 @@ def test_tpus_have_other_plans_for_maps_of_h_alone_single_rows_and_other_dtypes(
 
 def sharded_on(platform):
     """The type of an array that is sharded over devices of a platform."""
-    device = jax.sharding.AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
-    mesh = jax.sharding.AbstractMesh((2, 1), ("data", "model"), abstract_device=device)
-    return jax.ShapeDtypeStruct((4, 2), np.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    sharding = NamedSharding(plans.abstract_mesh(platform, devices=2), PartitionSpec())
+    return jax.ShapeDtypeStruct((4, 2), np.float32, sharding=sharding)
 
 
 def traced_platforms(*arguments, inside=lambda fn: fn):
