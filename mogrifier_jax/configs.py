@@ -191,7 +191,7 @@ def keys() -> dict[str, Key]:
 
 def _cell_keys() -> dict[str, Key]:
     """The fields of the cells; where cells differ in a default, None stands for the cell's own."""
-    from mogrifier_jax.nn import cells, layers  # Not needed to read sets or the paper's numbers.
+    from mogrifier_jax.nn import layers  # Not needed to read sets or the paper's numbers.
 
     kinds: dict[str, type] = {}
     defaults: dict[str, set[Any]] = {}
@@ -205,7 +205,7 @@ def _cell_keys() -> dict[str, Key]:
                 default = fixed.get(field.name, field.default)
                 defaults.setdefault(field.name, set()).add(default)
     shared = {n: next(iter(found)) if len(found) == 1 else None for n, found in defaults.items()}
-    return {n: Key(k, shared[n], *cells.LIMITS.get(n, ())) for n, k in kinds.items()}
+    return {n: Key(k, shared[n], *layers.LIMITS.get(n, ())) for n, k in kinds.items()}
 
 
 def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:

@@ -239,7 +239,7 @@ class RNN(nnx.Module):
             reverse=reverse,
             keep_order=keep_order,
         )
-        layers.check_sequences(self.cell, inputs, seq_lengths)
+        rnn.check_sequences(self.cell, inputs, seq_lengths)
         found = self.in_linen()
         if found is None:
             return self.in_flax()(inputs, rngs=self.rngs if rngs is None else rngs, **given)

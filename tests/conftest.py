@@ -24,7 +24,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
-from tests import quick
+from mogrifier_jax.nn import plans
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -50,24 +50,10 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 100)
 
 
-PLATFORM_DEPENDENT = jax.lax.platform_dependent
-# Files and rooms whose tests all need `every_platform`.
-EVERY_PLATFORM = ("preflight",)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def trace_for_cpus(request):
-    """Of what depends on the platform, the CPU's way alone: the same program in half the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not {request.path.stem, request.path.parent.name} & set(EVERY_PLATFORM):
-            patch.setattr(jax.lax, "platform_dependent", quick.choose_for_cpus)
-        yield
-
-
 @pytest.fixture
-def every_platform(monkeypatch):
-    """The ways of all platforms are traced, as in a run."""
-    monkeypatch.setattr(jax.lax, "platform_dependent", PLATFORM_DEPENDENT)
+def several_backends(monkeypatch):
+    """Lets the process seem to have accelerators, so that programs are traced for each of them."""
+    monkeypatch.setattr(plans.backend, "backends", lambda: dict.fromkeys(("cpu", "cuda", "tpu")))
 
 
 @pytest.fixture

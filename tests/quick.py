@@ -6,6 +6,7 @@ import functools
 import jax
 import pytest
 
+from mogrifier_jax.nn import plans
 from tests import compiler_options
 
 jit = functools.partial(jax.jit, compiler_options=compiler_options.OPTIONS)
@@ -14,9 +15,14 @@ jit = functools.partial(jax.jit, compiler_options=compiler_options.OPTIONS)
 jit_optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
-def choose_for_cpus(*args, default=None, **ways):
-    """In the place of `jax.lax.platform_dependent`: the other platforms' ways are not traced."""
-    return ways.get("cpu", default)(*args)
+def on_platform(platform, fn, devices=1):
+    """`fn`, traced as if its arrays were on that many devices of a platform."""
+
+    def traced(*args):
+        with jax.sharding.use_abstract_mesh(plans.abstract_mesh(platform, devices)):
+            return fn(*args)
+
+    return traced
 
 
 @contextlib.contextmanager

@@ -191,7 +191,7 @@ class DynamicEvaluation:
             stream = self.plan.stream
             return self._run(state, start, stream, first, windows, each, logit_scale, rates)
 
-        windows = evaluate.limit(self.plan, max_windows)
+        windows = evaluate.limit_windows(self.plan, max_windows)
         nats, state = evaluate.collect_nats(run, state, self.targets, windows, self._chunk, title)
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 

@@ -155,7 +155,7 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
             f"{type(cell).__name__} are {', '.join(sorted(names))}"
         )
 
-    def stack(side, leaf, axis):
+    def stack(side: str, leaf: str, axis: int) -> jax.Array:
         return jnp.stack([params[side + gate][leaf] for gate in kind.gates], axis)
 
     gates = {

@@ -25,9 +25,9 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import models, plans
 from mogrifier_jax.preflight import costs, targets
-from mogrifier_jax.training import evaluate, programs, runs, summaries, units, workdirs
+from mogrifier_jax.training import evaluate, programs, runs, steps, summaries, units, workdirs
 
 _GIB = 1024**3
 _SAVING = 1e9  # Bytes of a checkpoint that a host writes in a second: a round figure.
@@ -129,7 +129,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
         dtype=str(config.model.dtype),
         vocab_size=len(task.vocabulary),
         parameters=sum(models.count_parameters(made.model).values()),
-        flops=costs.count_flops(traced.jaxpr) // count,
+        flops=_model_flops(made, state, task.stream),
         memory=target.chip.memory,
     )
     assumed = tasks.ASSUMED.get(config.data.name)
@@ -178,6 +178,19 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
         compile_seconds=round(seconds, 1),
         notes=tuple(notes),
     )
+
+
+def _model_flops(made: runs.Run, state: Any, stream: Any) -> int:
+    """Matmul FLOPs of a step as its equations have them, without what a chip's plan computes twice.
+
+    The operands have no sharding, because it would name the chips.
+    """
+    state, stream = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, stream)
+    )
+    step = functools.partial(steps.train_steps, program=made.program, num_steps=1)
+    with plans.of_no_platform():
+        return costs.count_flops(jax.make_jaxpr(step)(state, stream, made.hyper))
 
 
 class _Evaluation(NamedTuple):

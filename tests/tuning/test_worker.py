@@ -194,14 +194,7 @@ def test_a_trial_ends_when_it_is_pruned_or_lost(tmp_path, monkeypatch, study_fil
     assert done == [False, False, True]
 
 
-COMMAND = """
-import jax
-from mogrifier_jax import main
-from tests import quick
-
-jax.lax.platform_dependent = quick.choose_for_cpus
-main.run()
-"""
+COMMAND = "from mogrifier_jax import main; main.run()"
 
 
 def start_command(workdir, study, *flags):
@@ -289,10 +282,8 @@ def test_a_workdir_belongs_to_one_study(tuned, study_file):
 
 WORKER = """
 import sys, time
-import jax
 from mogrifier_jax.training import run_record
 from mogrifier_jax.tuning import optuna_queue, worker
-from tests import quick
 from tests.tuning import test_worker
 
 workdir, study, doomed = sys.argv[1:]
@@ -307,7 +298,6 @@ def save_and_say(self, state, **info):
         time.sleep(3600)  # It is killed here.
 
 run_record.RunRecord.save = save_and_say
-jax.lax.platform_dependent = quick.choose_for_cpus
 test_worker.tune(workdir, study=study, num_trials=2)
 """
 
