@@ -2,20 +2,32 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+# The version is part of the name, so that another PYTHON gets an environment of its own.
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+READY := $(VENV)/.ready-$(VERSION)
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# The same targets with the newest Python of this machine and the newest packages, without the pins.
+WITH_NEWEST = $(MAKE) VENV=.venv-newest PYTHON="$$(.ci/newest_python)" PINNED=no
+PINNED ?= yes
 # Compiled modules are kept: the processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-fast lint format bench clean
+.PHONY: train test test-fast test-newest test-newest-fast lint format bench clean
 
 train: $(READY)  ## Trains the embedded default and says what it learnt.
 	$(BIN)/python -m mogrifier_jax.main --config=experiments/pydoc.py --workdir=runs/pydoc
 
 test: $(READY)  ## All tests.
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 test-fast: $(READY)  ## For the edit loop.
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
+
+test-newest:  ## All tests, with the newest Python and packages.
+	$(WITH_NEWEST) test
+
+test-newest-fast:
+	$(WITH_NEWEST) test-fast
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -32,10 +44,11 @@ bench: $(READY)  ## Speed, as ratios measured in one run.
 
 $(READY): requirements.txt setup.cfg pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python %d.%d is too old: mogrifier_jax needs 3.11 or newer; set PYTHON=" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -r requirements.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	sed '$(if $(filter no,$(PINNED)),s/==[^;]*//)' requirements.txt > $(VENV)/requirements.txt
+	$(BIN)/pip install -q -r $(VENV)/requirements.txt
 	$(BIN)/pip install -q --no-deps -e .
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-newest build dist *.egg-info

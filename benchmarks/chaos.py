@@ -45,7 +45,7 @@ from flax import nnx
 import mogrifier_jax
 from mogrifier_jax import configs, errors, main
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import methods, trained
+from mogrifier_jax.evaluation import eval_options, methods, trained
 from mogrifier_jax.training import checkpoints
 
 EXPERIMENTS = pathlib.Path("experiments").absolute()
@@ -64,6 +64,7 @@ VALUES = (
 # Where the work of each mode begins: command lines are tried up to here.
 WORK = (
     *("training.train:train_turns", "evaluation.trained:TrainedModel._draw", "tuning.worker:work"),
+    "tuning.worker:start_workers",
     *("training.evaluate:Deterministic.__call__", "training.evaluate:Deterministic.sums"),
     *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.dyneval:cached_statistics"),
     *("analysis.sweeps:run_here", "analysis.sweeps:run_beside", "analysis.inspection:inspect"),
@@ -457,7 +458,7 @@ def edit_databases(count: int, root: pathlib.Path, draw, report: Report) -> None
     def work(folder: pathlib.Path) -> Any:
         options = dict(name="test", num_trials=4, seed=1, sampler="random")
         storage = f"sqlite:///{folder}/x.db"
-        with storages.sentences():
+        with storages.explain_errors():
             queue = storages.open_queue(study, str(folder / "work"), storage=storage, **options)
             asked = queue.ask(2)
             queue.records()
@@ -573,7 +574,7 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
     for path in WORK:
         pkgutil.resolve_name(f"mogrifier_jax.{path}")  # Imported before the forks.
     keys = Deck([f"config.{name}" for name in configs.keys()], draw)
-    evaluation = Deck([f"eval.{name}" for name in methods.OPTIONS], draw)
+    evaluation = Deck([f"eval.{name}" for name in eval_options.OPTIONS], draw)
     own = {mode: Deck([n for n in main.flags_of(mode) if n != "eval"], draw) for mode in main.MODES}
     for i in range(count):
         mode = list(main.MODES)[i % len(main.MODES)]
@@ -601,6 +602,7 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
         if foreign and draw.random() < 0.2 and base.get("study") != "dyneval":
             base[draw.choice(foreign)] = "1"
             allowed, kind = {2}, "command lines with a flag of another mode"
+        base = {n: v for n, v in base.items() if n != "workdir" or mode in main.MODES_OF[n]}
         # A key of a config is known once there is one.
         line = [f"--{name}={base[name]}" for name in sorted(base, key=lambda n: "." in n)]
         pid = start(line, log, functools.partial(only_check, root / "here" / "and" / "below"))

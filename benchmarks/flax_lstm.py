@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mogrifier_jax.nn import cells, models, rnn, softmax
+from mogrifier_jax.nn import cells, dropout, models, softmax
 
 
 class Stack(nn.Module):
@@ -46,7 +46,7 @@ class Stack(nn.Module):
         zeros = jnp.zeros((batch_size, self.hidden_size))
         return (cells.LSTMCarry(zeros, zeros),) * self.num_layers
 
-    def __call__(self, carry, xs, valid=None, rates=rnn.NO_DROPOUT):
+    def __call__(self, carry, xs, valid=None, rates=dropout.NO_DROPOUT):
         """(carry, xs [T, B, H]) to (carry, outputs [T, B, H])."""
         del valid, rates
         ends = []

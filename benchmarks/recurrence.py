@@ -31,9 +31,9 @@ import jax.numpy as jnp
 
 from benchmarks import flax_lstm, timing
 from mogrifier_jax.data import streams
-from mogrifier_jax.nn import models, rnn
+from mogrifier_jax.nn import models, stack
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import schedule, steps
+from mogrifier_jax.training import averaging, optimizers, steps
 
 try:
     import torch
@@ -103,8 +103,8 @@ def jax_step(size: Size, contender: str) -> Callable[[], object]:
     """Our train steps, whole; the state moves on from call to call."""
     program = steps.Program(
         model=make_model(size, contender),
-        optimizer=steps.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
-        average=schedule.make_averaging("none"),
+        optimizer=optimizers.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
+        average=averaging.make_averaging("none"),
         batch_at=lambda stream, step: stream,
     )
     take = functools.partial(steps.train_steps, program=program, num_steps=NUM_STEPS)
@@ -126,17 +126,17 @@ def jax_recurrence(size: Size, contender: str) -> Callable[[], object]:
     """Gradients of the layers alone."""
     model = make_model(size, contender)
     carry = model.zero_carry(size.batch)
-    stack: Any
+    module: Any
     if contender in FLAX:
-        stack = flax_lstm.Stack(size.num_layers, size.hidden, FLAX[contender])
+        module = flax_lstm.Stack(size.num_layers, size.hidden, FLAX[contender])
     else:
         options: Any = dict(cell_options=model.cell_options, output="last", fast=model.fast)
-        stack = rnn.Stack(size.num_layers, size.hidden, **options)
+        module = stack.Stack(size.num_layers, size.hidden, **options)
     xs = jax.random.normal(jax.random.key(1), (size.window, size.batch, size.hidden))
-    params = jax.jit(stack.init)(jax.random.key(0), carry, xs)["params"]
+    params = jax.jit(module.init)(jax.random.key(0), carry, xs)["params"]
 
     def loss(params, xs):
-        return jnp.square(stack.apply({"params": params}, carry, xs)[1]).sum()
+        return jnp.square(module.apply({"params": params}, carry, xs)[1]).sum()
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     return lambda: jax.block_until_ready(gradient(params, xs))

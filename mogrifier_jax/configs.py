@@ -135,7 +135,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "downprojected": RATE._replace(default=None),  # and after a projection; None: the same.
     },
     "optimizer": {
-        "name": Key(str, "adam", choices="training.steps.OPTIMIZERS"),
+        "name": Key(str, "adam", choices="training.optimizers.OPTIMIZERS"),
         "learning_rate": Key(float, low=0.0, high=1e30, required=True),
         "l2_penalty": Key(float, low=0.0, high=1e30, required=True),  # Of half the squared norm.
         "clip_norm": Key(float, 10.0, low=-1.0, high=1e30),  # Of the gradient; 0 or less: none.
@@ -148,7 +148,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "accumulate_at_once": Key(bool),  # Groups side by side; None: if a device has few rows.
     },
     "averaging": {
-        "kind": Key(str, "triggered", choices="training.schedule.AVERAGES"),
+        "kind": Key(str, "triggered", choices="training.averaging.AVERAGES"),
         "trigger_turns": TURN,  # Turns without improvement that start it,
         "trigger_at_the_latest": TURN,  # and the turn that does in any case.
     },
@@ -196,7 +196,7 @@ def keys() -> dict[str, Key]:
 
 def _cell_keys() -> dict[str, Key]:
     """The fields of the cells; where cells differ in a default, None stands for the cell's own."""
-    from mogrifier_jax.nn import cells, layers  # Not needed to read sets or the paper's numbers.
+    from mogrifier_jax.nn import layers  # Not needed to read sets or the paper's numbers.
 
     kinds: dict[str, type] = {}
     defaults: dict[str, set[Any]] = {}
@@ -210,7 +210,7 @@ def _cell_keys() -> dict[str, Key]:
                 default = fixed.get(field.name, field.default)
                 defaults.setdefault(field.name, set()).add(default)
     shared = {n: next(iter(found)) if len(found) == 1 else None for n, found in defaults.items()}
-    return {n: Key(k, shared[n], *cells.LIMITS.get(n, ())) for n, k in kinds.items()}
+    return {n: Key(k, shared[n], *layers.LIMITS.get(n, ())) for n, k in kinds.items()}
 
 
 def make_dict(declared: Mapping[str, Key]) -> config_dict.ConfigDict:

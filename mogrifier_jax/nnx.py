@@ -172,7 +172,7 @@ class Mogrifier(_Shell):
         return self.spec.apply({"params": self.params()}, x, h)
 
 
-class RNN(nnx.RNN):
+class RNN(nnx.Module):
     """`nnx.RNN` with a fast backward pass; arguments and results are the same.
 
     >>> rnn = RNN(MogrifierLSTMCell(4, 8, rngs=nnx.Rngs(0)))
@@ -201,17 +201,25 @@ class RNN(nnx.RNN):
         state_dropout: float = 0.0,
         deterministic: bool = False,
     ):
-        super().__init__(
-            cell,
-            time_major=time_major,
-            return_carry=return_carry,
-            reverse=reverse,
-            keep_order=keep_order,
-            unroll=unroll,
-            state_axes=state_axes,
-            broadcast_rngs=broadcast_rngs,
-            rngs=rngs,
+        self.cell = cell
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.reverse = reverse
+        self.keep_order = keep_order
+        self.unroll = unroll
+        self.state_axes = state_axes
+        self.broadcast_rngs = broadcast_rngs
+        # For the initial carry. The cells of this package start from zeros, so they get no stream:
+        # in its tree mode NNX differentiates by all that a module has, and a stream has integers.
+        errors.check(
+            isinstance(rngs, nnx.Rngs | bool), f"rngs {rngs!r} must be nnx.Rngs, True or False"
         )
+        if isinstance(rngs, nnx.Rngs):
+            self.rngs = rngs.carry.fork()
+        elif rngs is True and not isinstance(cell, CellShell):
+            self.rngs = nnx.RngStream(0, tag="carry")
+        else:
+            self.rngs = nnx.data(None)
         self.fast = fast
         self.remat_window = remat_window
         self.state_dropout = state_dropout
@@ -234,7 +242,7 @@ class RNN(nnx.RNN):
         """Runs the cell over sequences; the arguments mean what they mean in `nnx.RNN`."""
         given = dict(
             initial_carry=initial_carry,
-            seq_lengths=layers.check_sequences(self.cell, inputs, seq_lengths),
+            seq_lengths=rnn.check_sequences(self.cell, inputs, seq_lengths),
             return_carry=return_carry,
             time_major=time_major,
             reverse=reverse,
@@ -242,7 +250,7 @@ class RNN(nnx.RNN):
         )
         found = self.in_linen()
         if found is None:
-            return super().__call__(inputs, rngs=rngs, **given)
+            return self.in_flax()(inputs, rngs=self.rngs if rngs is None else rngs, **given)
         names = ("time_major", "return_carry", "reverse", "keep_order", "unroll", "fast")
         options = {name: getattr(self, name) for name in (*names, "remat_window", "state_dropout")}
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -258,6 +266,12 @@ class RNN(nnx.RNN):
                 )
             keys = {"dropout": stream()}
         return module.apply({"params": {"cell": found.params}}, inputs, rngs=keys, **given)
+
+    def in_flax(self) -> nnx.RNN:
+        """Flax's own RNN, for a cell that must run step by step."""
+        names = ("time_major", "return_carry", "reverse", "keep_order", "unroll")
+        options = {name: getattr(self, name) for name in (*names, "state_axes", "broadcast_rngs")}
+        return nnx.RNN(self.cell, **options, rngs=False)
 
     def in_linen(self) -> from_flax.Pair | None:
         """The linen cell and its parameters; None if the cell must run step by step."""

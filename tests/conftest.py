@@ -6,17 +6,15 @@ import os
 import shutil
 import tempfile
 
+from tests import compiler_options
+
 # Before jax starts. Eight virtual devices on few cores deadlock in collectives unless the
 # thread pool (NPROC) is at least twice as large.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "16")
-# Tests compile much and compute little: programs that run slower but compile several times faster.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+# Tests compile much and compute little.
+os.environ.setdefault("XLA_FLAGS", compiler_options.as_flags())
 # What one process has compiled serves the others: workers of pytest, and what the tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
@@ -26,7 +24,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
-from tests import quick
+from mogrifier_jax.nn import plans
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -34,7 +32,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 LONGEST = (
     *("test_distributed", "test_train", "test_rnn", "test_worker", "test_notebooks"),
     *("test_recurrence", "test_golden_run", "test_nnx", "test_hostile", "test_api"),
-    *("test_estimates", "test_dyneval", "test_models", "test_stacked", "test_runs"),
+    *("test_estimates", "test_dyneval", "test_models", "test_runs"),
     *("test_steps", "test_examples", "test_sweeps", "test_scoring", "test_montecarlo"),
     *("test_readme", "test_explore", "test_checkpoints", "test_datasets", "test_old_workdir"),
 )
@@ -52,24 +50,10 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 100)
 
 
-PLATFORM_DEPENDENT = jax.lax.platform_dependent
-# Files and rooms whose tests all need `every_platform`.
-EVERY_PLATFORM = ("preflight", "test_stacked")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def trace_for_cpus(request):
-    """Of what depends on the platform, the CPU's way alone: the same program in half the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not {request.path.stem, request.path.parent.name} & set(EVERY_PLATFORM):
-            patch.setattr(jax.lax, "platform_dependent", quick.choose_for_cpus)
-        yield
-
-
 @pytest.fixture
-def every_platform(monkeypatch):
-    """The ways of all platforms are traced, as in a run."""
-    monkeypatch.setattr(jax.lax, "platform_dependent", PLATFORM_DEPENDENT)
+def several_backends(monkeypatch):
+    """Lets the process seem to have accelerators, so that programs are traced for each of them."""
+    monkeypatch.setattr(plans.backend, "backends", lambda: dict.fromkeys(("cpu", "cuda", "tpu")))
 
 
 @pytest.fixture

@@ -6,23 +6,23 @@ import functools
 import jax
 import pytest
 
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
+from mogrifier_jax.nn import plans
+from tests import compiler_options
+
+jit = functools.partial(jax.jit, compiler_options=compiler_options.OPTIONS)
 
 # For the few tests that compute more than they compile; conftest.py sets the level to 0.
 jit_optimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
-def choose_for_cpus(*args, default=None, **ways):
-    """In the place of `jax.lax.platform_dependent`: the other platforms' ways are not traced."""
-    return ways.get("cpu", default)(*args)
+def on_platform(platform, fn, devices=1):
+    """`fn`, traced as if its arrays were on that many devices of a platform."""
+
+    def traced(*args):
+        with jax.sharding.use_abstract_mesh(plans.abstract_mesh(platform, devices)):
+            return fn(*args)
+
+    return traced
 
 
 @contextlib.contextmanager

@@ -224,8 +224,6 @@ def strike_in(metrics):
 plan = json.loads(os.environ["STRIKE"])
 struck = pathlib.Path(__file__).with_name("struck")
 if "mogrifier_jax.main" in sys.orig_argv:
-    import jax
-    jax.lax.platform_dependent = lambda *args, default=None, **ways: ways.get("cpu", default)(*args)
     if f"--process_id={plan.get('process')}" in sys.orig_argv and not struck.exists():
         from mogrifier_jax.training import metrics
         strike_in(metrics)

@@ -20,8 +20,18 @@ import pytest
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.analysis import explore
 from mogrifier_jax.data import corpora, streams, tasks
-from mogrifier_jax.evaluation import methods, pretrained, scoring
-from mogrifier_jax.training import checkpoints, metrics, progress, runs, train, workdirs
+from mogrifier_jax.evaluation import eval_options, methods, pretrained, scoring
+from mogrifier_jax.training import (
+    checkpoints,
+    learning_curves,
+    logs,
+    memory,
+    metrics,
+    run_record,
+    signals,
+    train,
+    workdirs,
+)
 from tests import test_files
 from tests import workdir as written
 
@@ -310,9 +320,9 @@ def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(tmp_path):
 
     def restore():
         with checkpoints.Checkpoints(tmp_path) as saved:
-            book = train.Book(run, str(tmp_path), saved)
-            with contextlib.closing(book):
-                return book.restore()
+            record = run_record.RunRecord(run, str(tmp_path), saved)
+            with contextlib.closing(record):
+                return record.restore()
 
     assert restore() is None
     path.write_text('{"step": 0, "kind": "eval"}\n')  # Control: a kill before the first save.
@@ -367,15 +377,15 @@ def test_failures_of_the_background_are_not_logged_too():
         return logging.LogRecord(name, logging.ERROR, path, 1, "x", (), trouble)
 
     trouble = (ValueError, ValueError(), None)
-    assert not progress._is_for_people(record("absl", "/x/orbax/y.py", trouble))
-    assert not progress._is_for_people(record("asyncio", "/x/y.py", trouble))
-    assert progress._is_for_people(record("absl", "/x/orbax/y.py", None))  # Controls.
-    assert progress._is_for_people(record("absl", "/x/mogrifier_jax/y.py", trouble))
+    assert not logs._is_for_people(record("absl", "/x/orbax/y.py", trouble))
+    assert not logs._is_for_people(record("asyncio", "/x/y.py", trouble))
+    assert logs._is_for_people(record("absl", "/x/orbax/y.py", None))  # Controls.
+    assert logs._is_for_people(record("absl", "/x/mogrifier_jax/y.py", trouble))
 
 
 @pytest.mark.parametrize("trouble", ["read-only", "a file for a folder", "a folder for a file"])
 def test_a_workdir_that_keeps_no_results_is_refused_before_the_work(folder, monkeypatch, trouble):
-    asked = methods.default_options()
+    asked = eval_options.defaults()
     for work in (methods.Scorer, explore.make_page):
         monkeypatch.setattr(sys.modules[work.__module__], work.__name__, lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # Controls.
@@ -413,7 +423,7 @@ def test_what_no_machine_holds_is_refused(features, window, refused):
         ),
     )
     with pytest.raises(errors.UsageError, match=refused) if refused else contextlib.nullcontext():
-        runs.check_memory(run)
+        memory.check(run)
 
 
 @pytest.mark.parametrize("episodic", [False, True])
@@ -598,7 +608,7 @@ def test_metrics_without_scores_are_drawn_as_far_as_they_go(tmp_path):
     lines += ({"step": 3, "kind": "train", "loss_nats": "nan"}, {"step": 4, "kind": "new", "x": []})
     lines += ({"step": 3, "kind": "train", "loss_nats": 2.5},)
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert progress.learning_curve(tmp_path).exists()
+    assert learning_curves.draw(tmp_path).exists()
 
 
 FILES = ("checkpoints/3/info/info.json", "checkpoints/3/state/manifest.ocdbt", "results.json")
@@ -674,14 +684,13 @@ def test_the_budget_of_a_report_is_the_models_own():
 
 
 def test_a_stop_before_the_first_step_is_seen():
-    with runs.StopRequests() as outer:
-        outer.check()  # Control.
-        runs.signal.raise_signal(runs.signal.SIGTERM)
-        with runs.StopRequests() as inner:
-            assert inner.requested()
+    with signals.StopRequests() as stop_requests:
+        stop_requests.check()  # Control.
+        signals.signal.raise_signal(signals.signal.SIGTERM)
+        assert stop_requests.requested()
         with pytest.raises(errors.Interrupted, match="before the first step"):
-            outer.check()
-    with runs.StopRequests() as later:
+            stop_requests.check()
+    with signals.StopRequests() as later:
         assert not later.requested()
 
 

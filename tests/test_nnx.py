@@ -29,8 +29,8 @@ FLAXS = ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")
 
 
 def make_cell(name="MogrifierLSTMCell", seed=0, **more):
-    options = {**CELLS[name], **more}
-    return getattr(mogrifier_jax.nnx, name)(D, H, rngs=nnx.Rngs(seed), **options)
+    options = {"rngs": nnx.Rngs(seed), **CELLS[name], **more}
+    return getattr(mogrifier_jax.nnx, name)(D, H, **options)
 
 
 def assert_equal(found, expected, tolerance=1e-5):
@@ -266,3 +266,42 @@ def test_lengths_of_every_integer_dtype_mean_what_int32_means(name):
     assert abs(jax.tree.leaves(other[0])[-1] - jax.tree.leaves(expected[0])[-1]).max() > 1e-2
     with pytest.raises(errors.UsageError, match="must not be negative"):
         rnn(xs, seq_lengths=-lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+def test_transforms_of_nnx_work_in_both_of_its_modes(graph, monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("the tree mode does without this")
+
+    make = functools.partial(make_cell, "MogrifierGRUCell")
+    linen = from_rnn(make())
+    expected, expected_grad = linen(XS), jax.grad(lambda xs: linen(xs).sum())(XS)
+    with nnx.set_graph_mode(graph):
+        rnn = mogrifier_jax.nnx.RNN(make())
+        monkeypatch.setattr(nnx.compat, "scan", refuse)
+        monkeypatch.setattr(nnx, "StateAxes", refuse)
+        assert_equal(nnx.jit(lambda rnn, xs: rnn(xs))(rnn, XS), expected)
+        loss = nnx.jit(nnx.value_and_grad(lambda rnn, xs: rnn(xs).sum(), argnums=(0, 1)))
+        value, (d_rnn, d_xs) = loss(rnn, XS)
+        assert_equal(value, expected.sum())
+        assert_equal(d_xs, expected_grad)
+        assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(d_rnn))
+        assert_equal(nnx.merge(*nnx.split(rnn))(XS), expected)
+        twice = np.stack([XS, 2 * XS])
+        run = nnx.vmap(lambda rnn, xs: rnn(xs), in_axes=(None, 0))
+        assert_equal(run(rnn, twice), np.stack([expected, linen(2 * XS)]))
+        many = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0)))
+        run = nnx.vmap(lambda cell, xs: mogrifier_jax.nnx.RNN(cell)(xs), in_axes=(0, None))
+        first, second = run(many, XS)
+        assert first.shape == expected.shape and jnp.abs(first - second).max() > 1e-2
+    # Control: a cell that only NNX knows runs step by step, by what was taken away.
+    with pytest.raises(AssertionError, match="does without"):
+        mogrifier_jax.nnx.RNN(nnx.LSTMCell(D, H, rngs=nnx.Rngs(0)), fast=False)(XS)
+
+
+def from_rnn(cell):
+    """The linen RNN of an NNX cell, as a function of its inputs."""
+    params = nnx.to_pure_dict(nnx.state(cell))
+    rnn = mogrifier_jax.RNN(cell.spec)
+    return lambda xs: rnn.apply({"params": {"cell": params}}, xs)

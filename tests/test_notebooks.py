@@ -60,9 +60,6 @@ def environment(tmp_path_factory):
 # Between notebooks: names are forgotten, imports are not.
 FORGET = """
 %reset -f
-import jax
-jax.lax.platform_dependent = lambda *args, default=None, **ways: ways.get("cpu", default)(*args)
-del jax
 """
 
 

@@ -12,7 +12,7 @@ from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import evaluate, runs
+from mogrifier_jax.training import evaluate, programs, runs
 
 
 def make_mesh(data, model=1):
@@ -114,7 +114,9 @@ def test_devices_wait_for_each_other_once_a_batch_and_not_at_each_time_step(chan
     with config.unlocked():
         config.model.update(change)
     run = runs.make_run(config, make_mesh(2))
-    lowered = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=1)
+    lowered = programs.jit_train_steps(run).lower(
+        run.abstract_state(), run.task.stream, run.hyper, num_steps=1
+    )
     assert costs.analyse(lowered.compile().as_text()).by_kind()["all-reduce"][0] == 1
 
 
@@ -125,7 +127,7 @@ def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
     scores = []
     for mesh in (make_mesh(1), make_mesh(4, 2)):
         run = runs.make_run(config, mesh)
-        shardings = runs.shardings_of(run.abstract_state())
+        shardings = programs.shardings_of(run.abstract_state())
         params = jax.jit(run.init_state, out_shardings=shardings)().params
         # Six stripes, which the mesh fills up to eight.
         evaluation = evaluate.Deterministic(run.model, run.task.plan("valid", 6), chunk=4)

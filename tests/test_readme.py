@@ -20,7 +20,7 @@ from absl.testing import flagsaver
 from experiments import pydoc
 from mogrifier_jax import configs, errors, launch, main
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import methods
+from mogrifier_jax.evaluation import eval_options, methods
 from tests import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -93,7 +93,10 @@ def check_command(words):
     elif name == "pip":
         check_pip(arguments)
     elif name == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        makefile = (ROOT / "Makefile").read_text()
+        targets = re.findall(r"^([\w-]+):", makefile, re.M)
+        variables = re.findall(r"^(\w+) \?=", makefile, re.M)
+        arguments = [word for word in arguments if word.partition("=")[0] not in variables]
         require(arguments, [word for word in arguments if word not in targets])
     else:  # A script of launch/, perhaps after sbatch.
         script = arguments[0] if name == "sbatch" else words[0]
@@ -225,7 +228,7 @@ def is_flag(name):
         config = configs.load_config(str(ROOT / "experiments" / "text.py"))
         return find_key(config, name.removeprefix("config."))
     if name.startswith("eval."):
-        return find_key(methods.default_options(), name.removeprefix("eval."))
+        return find_key(eval_options.defaults(), name.removeprefix("eval."))
     return (
         name in ("eval", "help", "version", "flagfile")
         or name in flags.FLAGS

@@ -17,7 +17,10 @@ ALLOWED = {
     "analysis": {"nn", "data", "training", "evaluation"},
 }
 # The modules beside the rooms that they may import.
-COMMON = {room: {"errors", "files", "configs", "partitioning", "distributed"} for room in ALLOWED}
+COMMON = {
+    room: {"errors", "files", "configs", "hardware", "partitioning", "distributed"}
+    for room in ALLOWED
+}
 COMMON |= {"nn": {"errors"}, "data": {"errors", "files"}}
 
 

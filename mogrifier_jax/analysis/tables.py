@@ -26,7 +26,7 @@ from mogrifier_jax import configs, errors, files
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, progress, runs, workdirs
+from mogrifier_jax.training import learning_curves, metrics, runs, units, workdirs
 
 SPLITS = ("valid", "test")
 REMEDY = "restore it from a copy, or delete that folder to run it again"
@@ -85,7 +85,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     summary["curves"] = [_read_curve(folder) for folder in folders]
     for split in SPLITS:
         nats = [result[f"{split}_nats"] for result in results]
-        scores = [metrics.in_unit(value, unit) for value in nats]
+        scores = [units.in_unit(value, unit) for value in nats]
         spread = statistics.stdev(scores) if len(scores) > 1 else None
         mean = statistics.fmean(scores)
         summary[split] = {"scores": scores, "mean": mean, "spread": spread}
@@ -95,7 +95,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
 
 def show(score: Mapping[str, Any], unit: str) -> str:
     """Mean and spread of a score as text."""
-    digits = metrics.digits(unit)
+    digits = units.digits(unit)
     spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
     return f"{score['mean']:.{digits}f}{spread}"
 
@@ -116,11 +116,11 @@ def to_markdown(title: str, rows: Rows, x_label: str | None = None) -> str:
         cells += scores
         if has_paper:
             paper = row["paper"]
-            cells.append("" if paper is None else metrics.number(paper, unit))
+            cells.append("" if paper is None else units.number(paper, unit))
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
         lines.append(cells)
     below = "\n\n".join(filter(None, [compare_two(rows), describe(rows)]))
-    return f"**{title}**, {metrics.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{below}\n"
+    return f"**{title}**, {units.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{below}\n"
 
 
 def compare_two(rows: Rows) -> str:
@@ -160,7 +160,7 @@ def describe(rows: Rows) -> str:
     return (
         f"{'; '.join(shapes)}. Commit {', '.join(sorted(commits)) or 'unknown'}; "
         f"{', '.join(sorted(hardware)) or 'hardware unknown'}; {runs} runs, "
-        f"{progress.span(seconds)} in all."
+        f"{units.span(seconds)} in all."
     )
 
 
@@ -184,9 +184,9 @@ def write(
         workdirs.write_json(workdir, f"{name}.json", rows)
         workdirs.replace_text(path.with_suffix(".md"), table)
         try:
-            progress.save_figure(figure_of_set(each, rows), pathlib.Path(f"{path}.png"))
+            learning_curves.save_figure(figure_of_set(each, rows), pathlib.Path(f"{path}.png"))
             curves = pathlib.Path(f"{path}_curves.png")
-            progress.save_figure(draw_curves(rows, each.title), curves)
+            learning_curves.save_figure(draw_curves(rows, each.title), curves)
         except ImportError:
             logging.info("no pictures of %s: matplotlib is not installed", name)
         if report:
@@ -233,7 +233,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 
 def _read_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     """Steps and validation nats of every evaluation of a run."""
-    steps, nats = progress.find_points(metrics.read_metrics(folder), "eval", "valid_nats")
+    steps, nats = learning_curves.find_points(metrics.read_metrics(folder), "eval", "valid_nats")
     return list(zip(map(int, steps), map(float, nats), strict=True))
 
 
@@ -278,7 +278,7 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
     unit = rows[0]["unit"] if rows else each.unit or "ppl"
     shown = rows or [row._asdict() for row in each.rows]
     paper = [
-        (row, {"mean": metrics.in_unit(row["paper"], unit), "spread": None, "scores": ()})
+        (row, {"mean": units.in_unit(row["paper"], unit), "spread": None, "scores": ()})
         for row in shown
         if row["paper"] is not None
     ]
@@ -292,7 +292,7 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
     if not rows:
         return fig
     _draw(first, each, [(row, row["valid"]) for row in rows], unit)
-    budget = progress.quantity(max(row["num_params"] for row in rows))
+    budget = units.quantity(max(row["num_params"] for row in rows))
     seeds = sorted({len(row["runs"]) for row in rows})
     counts = f"{seeds[0]}-{seeds[-1]}" if len(seeds) > 1 else seeds[0]
     plural = "" if seeds == [1] else "s"
@@ -326,7 +326,7 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
 
 def _draw(axes, each: configs.Set, points, unit: str) -> None:
     """Draws one panel; `points` are pairs of a row and its score with mean, spread and seeds."""
-    name = f"validation, {metrics.UNITS[unit]}"
+    name = f"validation, {units.UNITS[unit]}"
     if all(row["x"] is None for row, _ in points):
         _draw_list(axes, points)
         axes.set_xlabel(name)

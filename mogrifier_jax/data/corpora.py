@@ -5,16 +5,18 @@ line ends in one end-of-line token, eos. At level "byte" every byte is read as i
 so ids follow the code points of those characters. `streams.py` cuts the ids into windows.
 
 The builders in `datasets/` read the paper's corpora and local files. They are imported when a
-corpus is read, because a trained model needs none of their libraries. `pydoc` comes with Python.
+corpus is read, because a trained model needs none of their libraries. `pydoc` is a part of this
+package.
 """
 
 import dataclasses
 import functools
+import gzip
 import hashlib
-import importlib
 import json
 import os
 import pathlib
+import zlib
 from typing import NamedTuple
 
 import numpy as np
@@ -311,18 +313,18 @@ def load_corpus(
 
 
 def _read_pydoc() -> Corpus:
-    """The language reference that `help()` shows: English, the same for each Python version."""
+    """The language reference that `help()` shows in Python 3.11: English, part of this package."""
     from mogrifier_jax.data.datasets import text
 
+    path = pathlib.Path(__file__).with_name("pydoc") / "topics.txt.gz"
     try:
-        topics = importlib.import_module("pydoc_data.topics").topics
-    except ImportError as error:
+        whole = gzip.decompress(path.read_bytes()).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise errors.UsageError(
-            "corpus 'pydoc' is not in this Python (no module pydoc_data); "
-            "install the full standard library, or use another corpus"
+            f"{path}, the corpus 'pydoc', is missing or damaged ({error}); install mogrifier_jax "
+            "again"
         ) from error
-    whole = "".join(topics[topic].rstrip("\n") + "\n" for topic in sorted(topics))
-    texts = text.cut(whole, (0.9, 0.05, 0.05), "pydoc_data.topics")
+    texts = text.cut(whole, (0.9, 0.05, 0.05), str(path))
     return _encode("pydoc", "character", "character", iter(texts))
 
 

@@ -18,7 +18,7 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,10 +31,16 @@ from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import montecarlo, pretrained
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, leaves, programs, workdirs
+from mogrifier_jax.training import evaluate, leaves, workdirs
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 MAX_WINDOWS = 500  # Windows that the gradient statistics use, as in the paper.
+# Two adaptations whose learning rates differ by this factor are a few roundings apart. If they are
+# further apart than CHAOTIC_NATS after ROUNDING_WINDOWS windows, rounding decides the scores, and
+# another machine, or another version of a library, will find others.
+ROUNDING = 1 + 1e-6
+ROUNDING_WINDOWS = 256
+CHAOTIC_NATS = 1e-3
 COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
 
 
@@ -143,6 +149,24 @@ class DynamicEvaluation:
         mean = math.log(samples) - log_p
         return self.outcome(np.where(self.targets.valid[: len(mean)], mean, 0.0))
 
+    def rounding_nats(self, params: Any, setting: UpdateRule, logit_scale: float = 1.0) -> float:
+        """How far two adaptations that begin a rounding apart are from each other.
+
+        It is the largest root mean square, over the windows of a quarter of the first
+        `ROUNDING_WINDOWS`, of the difference of a token's nats; infinite if it diverges.
+        """
+        close = setting._replace(learning_rate=setting.learning_rate * ROUNDING)
+        windows = min(ROUNDING_WINDOWS, self.plan.num_windows)
+        keys = montecarlo.sample_keys(jax.random.key(0), 2)
+        nats, _ = self.run(
+            params, stack_settings([setting, close]), keys, logit_scale, max_windows=windows
+        )
+        squares = np.square(nats[:, 1].astype(np.float64) - nats[:, 0])
+        valid = self.targets.valid[:windows]
+        parts = zip(np.array_split(squares, 4), np.array_split(valid, 4), strict=True)
+        means = [part[mask].mean() for part, mask in parts if mask.any()]
+        return math.sqrt(max(means)) if np.isfinite(means).all() else math.inf
+
     def run(
         self,
         params: Any,
@@ -151,6 +175,7 @@ class DynamicEvaluation:
         logit_scale: float = 1.0,
         rates: models.Dropout | None = None,
         title: str = "",
+        max_windows: int | None = None,
     ) -> tuple[np.ndarray, Any]:
         """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
         params, count = partitioning.replicate(params, self._mesh), len(keys)
@@ -165,8 +190,8 @@ class DynamicEvaluation:
             stream = self.plan.stream
             return self._run(state, start, stream, first, windows, each, logit_scale, rates)
 
-        windows = self.plan.num_windows
-        nats, state = evaluate.drive(run, state, self.targets, windows, self._chunk, title)
+        windows = evaluate.limit_windows(self.plan, max_windows)
+        nats, state = evaluate.collect_nats(run, state, self.targets, windows, self._chunk, title)
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 
     def outcome(self, nats: np.ndarray) -> Outcome:
@@ -201,7 +226,7 @@ class DynamicEvaluation:
                 grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
                 return update_weights(adapted, params, grads, statistics, setting), end, nats
 
-            adapted, carry, nats = programs.side_by_side(one)(*state, *each)
+            adapted, carry, nats = side_by_side(one)(*state, *each)
             return (adapted, carry), nats
 
         batch_at = self.plan.batch_at
@@ -210,6 +235,18 @@ class DynamicEvaluation:
     def _blocks(self, count: int) -> list[range]:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
         return [range(i * size, min(count, (i + 1) * size)) for i in range(num_blocks)]
+
+
+def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap`, except that one item alone has no extra axis: CPUs are slower at batched matmuls."""
+
+    def call(*args):
+        if jax.tree.leaves(args)[0].shape[0] > 1:
+            return jax.vmap(function)(*args)
+        outputs = function(*jax.tree.map(lambda a: a[0], args))
+        return jax.tree.map(lambda a: a[None], outputs)
+
+    return call
 
 
 def update_weights(adapted, params, grads, statistics: Statistics, setting: UpdateRule):

@@ -25,7 +25,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.training import checkpoints, leaves, runs, schedule, workdirs
+from mogrifier_jax.training import averaging, checkpoints, leaves, runs, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
 METADATA = {  # What is JSON in the metadata of a file to share.
@@ -79,7 +79,7 @@ def load_weights(
     text = workdirs.read_vocabulary(workdir)
     vocab = corpora.Vocabulary.from_json(text)
     model = runs.make_model(config, len(vocab))
-    average = schedule.make_averaging(config.averaging.kind)
+    average = averaging.make_averaging(config.averaging.kind)
     seal = workdirs.seal(config, text)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)

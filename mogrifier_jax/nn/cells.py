@@ -14,8 +14,6 @@ state.
 `recurrence.py` can put its own objects in their place and take over the matmuls.
 """
 
-import dataclasses
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,21 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mogrifier_jax import errors
-
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
-# The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
-LIMITS: dict[str, tuple[float, float]] = {
-    "hidden_size": (1, 10**6),
-    "rounds": (0, 100),
-    "rank": (-(10**6), 10**6),
-    "gate_rank": (0, 10**6),
-    "init_factor": (1e-9, 1e3),
-    "cell_clip": (1e-9, 1e6),
-    "forget_bias": (-1e3, 1e3),
-    "zoneout": (0.0, 1.0),
-}
 
 
 class LSTMCarry(NamedTuple):
@@ -51,6 +36,9 @@ class Carry(NamedTuple):
     """State of the GRU and the Elman network, which is also their output."""
 
     h: jax.Array  # [..., H] compute dtype.
+
+
+State = LSTMCarry | Carry
 
 
 def project(x: jax.Array, kernel: Any, bias: jax.Array | None = None) -> jax.Array:
@@ -85,21 +73,6 @@ def wide(dtype: Any) -> np.dtype:
 def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts a parameter to the shape and dtype of the array that it is combined with."""
     return jnp.broadcast_to(vector.astype(like.dtype), like.shape)
-
-
-def sum_leading(x: jax.Array, num_axes: int) -> jax.Array:
-    """Sums over the first `num_axes` axes, in at least float32."""
-
-    def by_matmul(x):
-        # A TPU's matrix units do this faster than its vector units. The compiler would turn a
-        # matmul by one row of ones into a product and a sum. It leaves eight rows alone.
-        ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
-        return jnp.tensordot(ones, x, num_axes, preferred_element_type=wide(x.dtype))[0]
-
-    def by_sum(x):
-        return widen(x).sum(tuple(range(num_axes)))
-
-    return jax.lax.platform_dependent(x, tpu=by_matmul, default=by_sum)
 
 
 def layer_norm(x: jax.Array, gain: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Array:
@@ -221,9 +194,17 @@ def elman(
     return Carry(h.astype(carry.h.dtype)), {"h": h, "rounds": rounds}
 
 
-def modulate(params, x, h, keep, scale, zigzag):
+def modulate(
+    params: Params,
+    x: jax.Array,
+    h: jax.Array,
+    keep: jax.Array | None,
+    scale: jax.Array | None,
+    zigzag: bool,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """The x and h that the gates read: after state dropout, constant scaling and the Mogrifier."""
     if keep is not None:
+        assert scale is not None  # They come together.
         h = jnp.where(keep, h * scale.astype(h.dtype), jnp.zeros_like(h))
     if "scaling" in params:
         x = x * stretch(params["scaling"]["x"], x)
@@ -238,7 +219,7 @@ def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax
     maps = params["multiplicative"]
     if "input" in maps:
         mx = project(x, maps["input"])
-    else:  # `hoist` has put W_mx x before the gates.
+    else:  # `split_input_projection` has put W_mx x before the gates.
         mx, x = widen(x[..., 0, :]), x[..., 1:, :]
     return x, (mx * project(h, maps["recurrent"])).astype(h.dtype)
 
@@ -247,7 +228,7 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
     """Pre-activations [..., G, H] of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
     if "recurrent" not in params:
         return affine(params, jnp.concatenate([x, h], -1))
-    if "input" not in params and "shift" not in params:  # `hoist` has projected x already.
+    if "input" not in params and "shift" not in params:  # x is projected already.
         return project(h, params["recurrent"], x)
     zx, zh = gate_parts(params, x, h)
     if "shift" in params:
@@ -258,17 +239,17 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
 
 
 def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The parts of the pre-activations from x and from h; `hoist` may have projected x already."""
+    """The parts of the pre-activations from x and from h; x may be projected already."""
     zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
     return zx, project(h, params["recurrent"])
 
 
-def hoist(params: Params) -> tuple[Params, Params | None]:
-    """Moves work out of the recurrence: returns equivalent parameters, and a map for x or None.
+def split_input_projection(params: Params) -> tuple[Params, Params | None]:
+    """Takes the projection of x out of the step: returns equivalent parameters, and a map or None.
 
     If nothing modulates x before the gates, its projection does not depend on the state. It is
-    returned as a map of its own, which `recurrence.scan` applies to all steps at once. Otherwise
-    the two gate matrices become one. Then a step has one large matmul instead of two, and one sum
+    returned as a map of its own, which `recurrence.scan` applies before the step. Otherwise the
+    two gate matrices become one, so that a step has one large matmul instead of two, and one sum
     less to keep for the backward pass.
     """
     gates = params["gates"]
@@ -288,29 +269,3 @@ def hoist(params: Params) -> tuple[Params, Params | None]:
         return params, None  # These need the parts of x and h apart.
     kernel = jnp.concatenate([gates["input"], gates["recurrent"]], 0)
     return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, None
-
-
-def check_fields(cell: Any) -> None:
-    """Refuses numbers and dtypes that are out of range; `cell` is a module of `layers.py`."""
-    for field in dataclasses.fields(cell):
-        name, value = field.name, getattr(cell, field.name)
-        if name in ("dtype", "param_dtype"):
-            good, rule = _is_floating(value), "a dtype of floating point"
-        elif name in LIMITS and not (value is None and field.default is None):
-            low, high = LIMITS[name]
-            kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
-            good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-            rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
-        elif isinstance(field.default, bool):
-            good, rule = isinstance(value, bool | np.bool_), "True or False"
-        else:
-            continue
-        if not good:
-            raise errors.UsageError(f"{name} {errors.show(value)} must be {rule}")
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False

@@ -180,7 +180,7 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
                     "made"
                 )
 
-    def stack(side, leaf, axis):
+    def stack(side: str, leaf: str, axis: int) -> jax.Array:
         return jnp.stack([params[side + gate][leaf] for gate in kind.gates], axis)
 
     gates = {

@@ -4,9 +4,10 @@ Axes: D input features, H hidden features. The modules follow `nn.RNNCellBase`, 
 `nn.RNN` and `nn.Bidirectional`. The `RNN` of `rnn.py` runs them over a sequence faster.
 """
 
-import contextlib
+import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,17 @@ from mogrifier_jax.nn import cells, taps
 
 Dtype = Any
 check = errors.check
+# The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
+LIMITS: dict[str, tuple[float, float]] = {
+    "hidden_size": (1, 10**6),
+    "rounds": (0, 100),
+    "rank": (-(10**6), 10**6),
+    "gate_rank": (0, 10**6),
+    "init_factor": (1e-9, 1e3),
+    "cell_clip": (1e-9, 1e6),
+    "forget_bias": (-1e3, 1e3),
+    "zoneout": (0.0, 1.0),
+}
 
 
 def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
@@ -46,9 +58,9 @@ class Cell(nn.RNNCellBase):
         """The number of blocks of the gate matrices."""
         raise NotImplementedError
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
-        cells.check_fields(self)
+        check_fields(self)
 
     @property
     def num_feature_axes(self) -> int:
@@ -64,7 +76,7 @@ class Cell(nn.RNNCellBase):
     def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, x [..., D]) to (carry, h [..., H])."""
         self.check_carry(carry, x.shape)
-        weights = taps.Taps(self.weights(x.shape[-1]), self.dtype).cast
+        weights = taps.cast_matrices(self.weights(x.shape[-1]), self.dtype)
         carry, _ = self.cell(weights, carry, x.astype(self.dtype), **extras)
         return carry, carry.h
 
@@ -97,7 +109,7 @@ class Cell(nn.RNNCellBase):
         keys = jax.random.split(key, 3)
         hidden, gates = self.hidden_size, self.num_gates
 
-        def draw(key, fan, shape):
+        def draw(key: jax.Array, fan: int, shape: tuple[int, ...]) -> jax.Array:
             return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
 
         return {
@@ -177,7 +189,7 @@ class MogrifierLSTMCell(Cell):
     gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
     zoneout: float = 0.0  # The probability that an element of c or h stays as it was, in training.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check(
             not (self.layer_norm and self.gate_rank > 0),
@@ -271,7 +283,7 @@ class MLSTMCell(MogrifierLSTMCell):
     def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Draws the matrices of the two factors of h_m."""
 
-        def draw(key, fan):
+        def draw(key: jax.Array, fan: int) -> jax.Array:
             shape = (fan, self.hidden_size)
             return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
 
@@ -357,7 +369,7 @@ class Mogrifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h; the gates of each read the other."""
-        cells.check_fields(self)
+        check_fields(self)
         check(
             min(jnp.ndim(x), jnp.ndim(h)) >= 1 and x.shape[:-1] == h.shape[:-1],
             f"x {x.shape} and h {h.shape} must agree in all axes but the last, their features",
@@ -369,11 +381,19 @@ class Mogrifier(nn.Module):
             size_in, size_out = sizes if i % 2 else sizes[::-1]
             options = (size_in, size_out, self.rank, self.gate_bias, 1.0, self.param_dtype)
             rounds.append(self.param(f"round_{i}", init_map, *options))
-        weights = taps.Taps(rounds, self.dtype).cast
+        weights = taps.cast_matrices(rounds, self.dtype)
         return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
 
 
-def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax.Array]:
+def init_map(
+    key: jax.Array,
+    size_in: int,
+    size_out: int,
+    rank: int,
+    bias: bool,
+    factor: float,
+    dtype: Dtype,
+) -> dict[str, jax.Array]:
     """Draws a gating map: one matrix, or two factors whose product has a variance of about 1/in."""
     check(
         rank <= max(size_in, size_out),
@@ -393,38 +413,27 @@ def init_map(key, size_in, size_out, rank, bias, factor, dtype) -> dict[str, jax
     return params
 
 
-def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> jax.Array | None:
-    """Refuses what an RNN of linen or NNX cannot run; returns the lengths as int32."""
-    check(
-        hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
-        f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
-        "cell, and an array [..., time, features]",
-    )
-    check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
-    return None if seq_lengths is None else _read_lengths(seq_lengths)
+def check_fields(cell: Any) -> None:
+    """Refuses numbers and dtypes that are out of range; `cell` is a module of `layers.py`."""
+    for field in dataclasses.fields(cell):
+        name, value = field.name, getattr(cell, field.name)
+        if name in ("dtype", "param_dtype"):
+            good, rule = _is_floating(value), "a dtype of floating point"
+        elif name in LIMITS and not (value is None and field.default is None):
+            low, high = LIMITS[name]
+            kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
+            good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+            rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
+        elif isinstance(field.default, bool):
+            good, rule = isinstance(value, bool | np.bool_), "True or False"
+        else:
+            continue
+        if not good:
+            raise errors.UsageError(f"{name} {errors.show(value)} must be {rule}")
 
 
-def _read_lengths(seq_lengths: Any) -> jax.Array:
-    """Lengths of any integer dtype as int32: a narrow or unsigned one would wrap around."""
-    lengths, message = seq_lengths, "must be an array of one integer for each sequence"
+def _is_floating(dtype: Any) -> bool:
     try:
-        if not isinstance(lengths, jax.core.Tracer) and getattr(
-            lengths, "is_fully_addressable", True
-        ):
-            lengths = np.asarray(lengths)
-    except (TypeError, ValueError):  # Such as a list with traced values.
-        with contextlib.suppress(TypeError, ValueError):
-            lengths = jnp.asarray(lengths)
-    dtype = getattr(lengths, "dtype", np.dtype(object))
-    check(jnp.issubdtype(dtype, jnp.integer), f"seq_lengths {seq_lengths!r} {message}")
-    longest = 2**31 - 1  # A length beyond it is longer than any sequence, and stays so.
-    if isinstance(lengths, np.ndarray):
-        signed = jnp.issubdtype(dtype, jnp.signedinteger)
-        check(
-            not (signed and (lengths.astype(np.int64) < 0).any()),
-            f"seq_lengths {seq_lengths!r} must not be negative; give 0 for an empty sequence",
-        )
-        lengths = np.minimum(lengths.astype(np.uint64), np.uint64(longest))
-    elif jnp.iinfo(dtype).max > longest:
-        lengths = jnp.minimum(lengths, longest)
-    return jnp.asarray(lengths.astype(np.int32))
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False

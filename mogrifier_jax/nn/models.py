@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, layers, rnn, softmax
-from mogrifier_jax.nn.rnn import Dropout
+from mogrifier_jax.nn import cells, dropout, layers, softmax, stack
+from mogrifier_jax.nn.dropout import Dropout
 
 Dtype = Any
 check = errors.check
@@ -50,7 +50,7 @@ class Sizes(nn.Module):
         check_tokens(name, tokens)
         xs = jnp.take(table.astype(self.dtype), tokens.T, axis=0)
         if rates.input is not None:
-            xs = rnn.dropout(rates.input, xs, self.make_rng("dropout"))
+            xs = dropout.drop(rates.input, xs, self.make_rng("dropout"))
         return xs
 
 
@@ -82,30 +82,36 @@ class LanguageModel(Sizes):
             "at least 2",
         )
         self.embedding = self.make_embedding("embedding")
-        self.stack = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.stack = stack.Stack(**_fields_of(stack.Stack, self))
         self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
 
-    def __call__(self, inputs: jax.Array, carry: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, inputs: jax.Array, carry: stack.Carries | None = None
+    ) -> tuple[jax.Array, stack.Carries]:
         """From (inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
         return self.logits(inputs, carry)
 
     @nn.nowrap
-    def zero_carry(self, batch_size: int) -> Any:
+    def zero_carry(self, batch_size: int) -> stack.Carries:
         """The zero carry that a stream starts from, unless the initial state is trained."""
-        return rnn.zero_carry(self, batch_size)
+        return stack.zero_carry(self, batch_size)
 
     @nn.nowrap
     def example(self) -> dict[str, Any]:
         """Small arguments for `init`."""
         return {"inputs": jnp.zeros((1, 1), jnp.int32)}
 
-    def initial_carry(self, batch_size: int) -> Any:
+    def initial_carry(self, batch_size: int) -> stack.Carries:
         """The carry that an example which stands alone starts from; it may be trained."""
         return self.stack.initial_carry(batch_size)
 
     def batch_nats(
-        self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
-    ) -> tuple[jax.Array, Any]:
+        self,
+        batch: Any,
+        carry: stack.Carries,
+        rates: Dropout | None = None,
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """`nats` of a `streams.Window`; the carry of examples that stand alone is ()."""
         start = None if carry == () else carry
         nats, end = self.nats(batch.inputs, batch.targets, start, batch.lengths, rates, temperature)
@@ -115,11 +121,11 @@ class LanguageModel(Sizes):
         self,
         inputs: jax.Array,
         targets: jax.Array,
-        carry: Any = None,
+        carry: stack.Carries | None = None,
         lengths: jax.Array | None = None,
         rates: Dropout | None = None,
-        temperature: Any = 1.0,
-    ) -> tuple[jax.Array, Any]:
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """-log p(target) [B, T], zero beyond `lengths`, and the carry at each example's end.
 
         `temperature` multiplies the logits, so values below 1 flatten the distribution.
@@ -139,20 +145,31 @@ class LanguageModel(Sizes):
         return nats.T, carry
 
     def logits(
-        self, inputs: jax.Array, carry: Any = None, temperature: Any = 1.0
-    ) -> tuple[jax.Array, Any]:
+        self,
+        inputs: jax.Array,
+        carry: stack.Carries | None = None,
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """Unnormalised log-probabilities [B, T, V] without dropout, and the carry."""
         carry, hs = self.run(inputs, carry, None, Dropout())
         logits = self.softmax.logits(hs, self.embedding, temperature)
         return jnp.swapaxes(logits, 0, 1), carry
 
-    def gates(self, inputs: jax.Array, carry: Any = None) -> tuple[list[cells.Gates], Any]:
+    def gates(
+        self, inputs: jax.Array, carry: stack.Carries | None = None
+    ) -> tuple[list[cells.Gates], stack.Carries]:
         """The values of all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
         xs = self.look_up(self.embedding, "inputs", inputs, Dropout())
         carry, gates = self.stack.gates(carry, xs)
         return gates, carry
 
-    def run(self, inputs, carry, valid, rates):
+    def run(
+        self,
+        inputs: jax.Array,
+        carry: stack.Carries | None,
+        valid: jax.Array | None,
+        rates: Dropout,
+    ) -> tuple[stack.Carries, jax.Array]:
         """From tokens [B, T] to the carry and the stack's outputs [T, B, H]."""
         xs = self.look_up(self.embedding, "inputs", inputs, rates)
         return self.stack(carry, xs, valid, rates)
@@ -166,7 +183,7 @@ class EncoderDecoder(Sizes):
     def setup(self) -> None:
         """Makes the encoder with its embedding, and the decoder."""
         self.source_embedding = self.make_embedding("source_embedding")
-        self.encoder = rnn.Stack(**_fields_of(rnn.Stack, self))
+        self.encoder = stack.Stack(**_fields_of(stack.Stack, self))
         self.decoder = LanguageModel(**_fields_of(LanguageModel, self))
 
     @nn.nowrap
@@ -181,13 +198,17 @@ class EncoderDecoder(Sizes):
         tokens = jnp.zeros((1, 1), jnp.int32)
         return {"source": tokens, "inputs": tokens, "targets": tokens}
 
-    def __call__(self, source, inputs, targets):
+    def __call__(self, source: jax.Array, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         """`nats` of examples that fill their rows, without dropout."""
         return self.nats(source, inputs, targets)
 
     def batch_nats(
-        self, batch: Any, carry: Any, rates: Dropout | None = None, temperature: Any = 1.0
-    ) -> tuple[jax.Array, Any]:
+        self,
+        batch: Any,
+        carry: stack.Carries,
+        rates: Dropout | None = None,
+        temperature: float | jax.Array = 1.0,
+    ) -> tuple[jax.Array, stack.Carries]:
         """`nats` of a `streams.CopyBatch`; returns the carry unchanged."""
         nats = self.nats(
             batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, temperature
@@ -202,7 +223,7 @@ class EncoderDecoder(Sizes):
         source_lengths: jax.Array | None = None,
         lengths: jax.Array | None = None,
         rates: Dropout | None = None,
-        temperature: Any = 1.0,
+        temperature: float | jax.Array = 1.0,
     ) -> jax.Array:
         """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
         rates = rates or Dropout()

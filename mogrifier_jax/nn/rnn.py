@@ -1,23 +1,24 @@
-"""RNN, which runs one cell over sequences, and Stack, the recurrent layers of a model.
+"""RNN, which runs one cell over sequences.
 
-Axes: B batch, T time, D input features, E embedding, H hidden. `RNN` replaces `nn.RNN` and uses
-the fast scan of `recurrence.py`. The dropout rates of a stack are numbers that may be traced. A
-rate of None means that the operation is left out.
+Axes: B batch, T time, D input features, H hidden. `RNN` replaces `nn.RNN` and uses the fast scan of
+`windows.py`. `stack.py` makes the layers of a model of it.
 """
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import recurrent
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, from_flax, layers, recurrence, taps
+from mogrifier_jax.nn import cells, dropout, from_flax, layers, recurrence, taps, windows
 
-Dtype = Any
 check = errors.check
 
 
@@ -56,7 +57,7 @@ class RNN(nn.RNN):
         deterministic: bool | None = None,
     ) -> Any:
         """Takes the arguments of `nn.RNN`; `deterministic` turns all masks off."""
-        seq_lengths = layers.check_sequences(self.cell, inputs, seq_lengths)
+        seq_lengths = check_sequences(self.cell, inputs, seq_lengths)
         if not isinstance(self.cell, layers.Cell):
             given = dict(
                 initial_carry=initial_carry,
@@ -122,18 +123,18 @@ class RNN(nn.RNN):
         if self.state_dropout == 0:
             return {}
         shape = (*batch, self.cell.hidden_size)
-        return state_mask(self.state_dropout, shape, self.make_rng("dropout"))
+        return dropout.state_mask(self.state_dropout, shape, self.make_rng("dropout"))
 
     def window(
         self,
-        carry: Any,
+        carry: cells.State,
         xs: jax.Array,
         keep: jax.Array | None = None,
         scale: jax.Array | None = None,
         valid: jax.Array | None = None,
         last: jax.Array | None = None,
         train: bool = False,
-    ) -> tuple[Any, jax.Array]:
+    ) -> tuple[cells.State, jax.Array]:
         """From (carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller draws.
 
         `keep` is the mask of the state dropout: [B, H] for all steps, or [T, B, H] with a mask for
@@ -147,28 +148,37 @@ class RNN(nn.RNN):
         shape = (*xs.shape[:2], self.cell.hidden_size)
         for name, rate in self.cell.masks.items() if train else ():
             given[name] = jax.random.bernoulli(self.make_rng("dropout"), rate, shape)
-        masks = {name: mask for name, mask in given.items() if mask is not None}
-        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", "last")}
-        constant = {name: mask for name, mask in masks.items() if name not in scanned}
+        drawn = {name: mask for name, mask in given.items() if mask is not None}
+        scanned = {n: m for n, m in drawn.items() if m.ndim == 3 or n in ("valid", "last")}
+        constant = {name: mask for name, mask in drawn.items() if name not in scanned}
+        state: Any = carry
         if last is not None and isinstance(carry, cells.LSTMCarry):
-            carry = _Marked(*carry, end=carry.c)
+            state = _Marked(*carry, end=carry.c)
         run = self.run_fast if self.fast and len(xs) else self.run_plainly
-        carry, hs = run(carry, xs, scanned, constant)
+        end, hs = run(state, xs, recurrence.Masks(scanned, constant))
         if valid is not None:
             hs = jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
         if last is not None:
             h = jnp.where(last[..., None], hs, jnp.zeros_like(hs)).sum(0)
-            carry = cells.LSTMCarry(carry.end, h) if isinstance(carry, _Marked) else cells.Carry(h)
-        return carry, hs
+            end = cells.LSTMCarry(end.end, h) if isinstance(end, _Marked) else cells.Carry(h)
+        return end, hs
 
-    def run_fast(self, carry, xs, scanned, constant):
-        """Runs the scan of `recurrence.py`."""
-        weights, inputs = cells.hoist(self.cell.weights(xs.shape[-1]))
-        options: Any = dict(inputs=inputs, remat_window=self.remat_window, unroll=self.unroll)
-        step = functools.partial(_step, self.cell.cell)
+    def run_fast(
+        self, carry: cells.State, xs: jax.Array, masks: recurrence.Masks
+    ) -> tuple[cells.State, jax.Array]:
+        """Runs the scan of `windows.py`."""
+        weights, input_map = cells.split_input_projection(self.cell.weights(xs.shape[-1]))
         try:
-            return recurrence.scan(
-                step, weights, carry, xs, scanned, constant, dtype=self.cell.dtype, **options
+            return windows.scan(
+                functools.partial(_step, self.cell.cell),
+                weights,
+                carry,
+                xs,
+                masks,
+                dtype=self.cell.dtype,
+                input_map=input_map,
+                remat_window=self.remat_window,
+                unroll=self.unroll,
             )
         except TypeError as error:
             if "custom_vjp" not in str(error):
@@ -178,32 +188,43 @@ class RNN(nn.RNN):
                 "recurrence; set fast=False, or use reverse mode (grad, vjp, jacrev)"
             ) from error
 
-    def run_plainly(self, carry, xs, scanned, constant):
+    def run_plainly(
+        self, carry: cells.State, xs: jax.Array, masks: recurrence.Masks
+    ) -> tuple[cells.State, jax.Array]:
         """Runs a plain scan, which is the reference for the fast one."""
         weights = self.cell.weights(xs.shape[-1])
 
-        def body(carry, inputs):
-            x, extras = inputs
-            params = taps.Taps(weights, self.cell.dtype).cast
-            carry = _step(self.cell.cell, params, carry, x, **extras, **constant)
+        def body(carry: cells.State, inputs: Any) -> tuple[cells.State, jax.Array]:
+            x, scanned = inputs
+            params = taps.cast_matrices(weights, self.cell.dtype)
+            carry = _step(self.cell.cell, params, carry, x, **scanned, **masks.constant)
             return carry, carry.h
 
-        return jax.lax.scan(body, carry, (xs, scanned), unroll=self.unroll)
+        return jax.lax.scan(body, carry, (xs, masks.scanned), unroll=self.unroll)
 
-    def gates(self, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array, cells.Gates]:
+    def gates(
+        self, carry: cells.State, xs: jax.Array
+    ) -> tuple[cells.State, jax.Array, cells.Gates]:
         """As `window` without masks; also returns every gate at every step, [T, B, ...]."""
         self.check_shapes(carry, xs)
         xs = xs.astype(self.cell.dtype)
-        weights = taps.Taps(self.cell.weights(xs.shape[-1]), self.cell.dtype).cast
+        weights = taps.cast_matrices(self.cell.weights(xs.shape[-1]), self.cell.dtype)
 
-        def body(carry, x):
+        def body(carry: cells.State, x: jax.Array) -> tuple[cells.State, Any]:
             carry, gates = self.cell.cell(weights, carry, x)
             return carry, (carry.h, gates)
 
         carry, (hs, gates) = jax.lax.scan(body, carry, xs)
         return carry, hs, gates
 
-    def check_shapes(self, carry, xs, keep=None, scale=None, valid=None) -> None:
+    def check_shapes(
+        self,
+        carry: cells.State,
+        xs: jax.Array,
+        keep: jax.Array | None = None,
+        scale: jax.Array | None = None,
+        valid: jax.Array | None = None,
+    ) -> None:
         """Refuses arguments of a window that do not fit together."""
         for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
             whole = value is None or (isinstance(value, int) and value >= 1)
@@ -235,12 +256,21 @@ class _Marked(NamedTuple):
     end: jax.Array
 
 
-def _step(cell, params, carry, x, valid=None, last=None, **mask):
+def _step(
+    cell: Callable[..., Any],
+    params: cells.Params,
+    carry: cells.State,
+    x: jax.Array,
+    valid: jax.Array | None = None,
+    last: jax.Array | None = None,
+    **masks: jax.Array,
+) -> Any:
     """One step of a function of `cells.py`; after an example's end the state does not change."""
     if isinstance(carry, _Marked):
-        after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **mask)
-        return _Marked(*after, end=jnp.where(last[:, None], after.c, carry.end))
-    after, _ = cell(params, carry, x, **mask)
+        assert last is not None  # They come together.
+        after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **masks)
+        return _Marked(after.c, after.h, jnp.where(last[:, None], after.c, carry.end))
+    after, _ = cell(params, carry, x, **masks)
     if valid is None:
         return after
     return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, carry)
@@ -253,146 +283,38 @@ def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
     return jnp.arange(steps)[:, None] == index[None, :]
 
 
-class Dropout(NamedTuple):
-    """The probabilities of dropping an element; None means no dropout."""
-
-    input: Any = None  # Of the embedded tokens.
-    inter_layer: Any = None  # Of the input of each layer after the first.
-    state: Any = None  # Of the previous h that the gates read.
-    output: Any = None  # Of the output of the stack.
-    downprojected: Any = None  # Of the softmax's projection of that output.
-
-
-NO_DROPOUT = Dropout()
-
-
-def dropout(rate: Any, x: jax.Array, key: jax.Array) -> jax.Array:
-    """Inverted dropout with a rate that may be traced."""
-    keep = keep_mask(rate, x.shape, key)
-    return jnp.where(keep, x * keep_scale(rate, x.dtype), jnp.zeros_like(x))
-
-
-def keep_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """True with probability 1 - rate."""
+def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> jax.Array | None:
+    """Refuses what an RNN of linen or NNX cannot run; returns the lengths as int32."""
     check(
-        not isinstance(rate, int | float) or 0 <= rate < 1,
-        f"dropout rate {rate} must be at least 0 and below 1; use None for no dropout",
+        hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
+        f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
+        "cell, and an array [..., time, features]",
     )
-    return jax.random.bernoulli(key, 1 - jnp.asarray(rate, jnp.float32), shape)
+    check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
+    return None if seq_lengths is None else _read_lengths(seq_lengths)
 
 
-def keep_scale(rate: Any, dtype: Dtype) -> jax.Array:
-    """The factor 1 / (1 - rate) for the elements that are kept."""
-    return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
-
-
-def state_mask(rate: Any, shape: tuple[int, ...], key: jax.Array) -> dict[str, jax.Array]:
-    """The mask and the scale of state dropout, as `RNN.window` takes them."""
-    return {"keep": keep_mask(rate, shape, key), "scale": keep_scale(rate, jnp.float32)}
-
-
-def zero_carry(module: Any, batch_size: int) -> tuple[Any, ...]:
-    """A zero carry for each layer of a stack or model."""
-    make = layers.find_cell(module.cell)
-    cell = make(module.hidden_size, dtype=module.dtype, parent=None)
-    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
-
-
-class Stack(nn.Module):
-    """Runs layers of the same cell over a window; `output` says how they are combined."""
-
-    num_layers: int
-    hidden_size: int
-    cell: str = "mogrifier_lstm"
-    cell_options: Any = ()  # A mapping: the options of the cell.
-    output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
-    state_mask: str = "window"  # One mask of the state dropout for the "window" or each "step".
-    trainable_initial_state: bool = False
-    fast: bool = True
-    remat_window: int | None = None
-    unroll: int = 1
-    dtype: Dtype = jnp.float32
-
-    def setup(self) -> None:
-        """Checks the options and makes the layers."""
-        check(self.num_layers >= 1, f"num_layers {self.num_layers} must be at least 1")
+def _read_lengths(seq_lengths: Any) -> jax.Array:
+    """Lengths of any integer dtype as int32: a narrow or unsigned one would wrap around."""
+    lengths, message = seq_lengths, "must be an array of one integer for each sequence"
+    try:
+        if not isinstance(lengths, jax.core.Tracer) and getattr(
+            lengths, "is_fully_addressable", True
+        ):
+            lengths = np.asarray(lengths)
+    except (TypeError, ValueError):  # Such as a list with traced values.
+        with contextlib.suppress(TypeError, ValueError):
+            lengths = jnp.asarray(lengths)
+    dtype = getattr(lengths, "dtype", np.dtype(object))
+    check(jnp.issubdtype(dtype, jnp.integer), f"seq_lengths {seq_lengths!r} {message}")
+    longest = 2**31 - 1  # A length beyond it is longer than any sequence, and stays so.
+    if isinstance(lengths, np.ndarray):
+        signed = jnp.issubdtype(dtype, jnp.signedinteger)
         check(
-            self.output in ("sum", "residual", "last"),
-            f"output {self.output!r} is not known; use 'sum', 'residual' or 'last'",
+            not (signed and (lengths.astype(np.int64) < 0).any()),
+            f"seq_lengths {seq_lengths!r} must not be negative; give 0 for an empty sequence",
         )
-        check(
-            self.state_mask in ("window", "step"),
-            f"state_mask {self.state_mask!r} is not known; use 'window' or 'step'",
-        )
-        make = functools.partial(layers.find_cell(self.cell), **dict(self.cell_options))
-        self.layers = [
-            RNN(
-                make(self.hidden_size, dtype=self.dtype, parent=None),
-                fast=self.fast,
-                remat_window=self.remat_window,
-                unroll=self.unroll,
-            )
-            for _ in range(self.num_layers)
-        ]
-        if self.trainable_initial_state:
-            self.initial_state = self.param("initial_state", self.init_initial_state)
-
-    def init_initial_state(self, key: jax.Array) -> tuple[Any, ...]:
-        """Zeros, to be trained."""
-        del key
-        return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
-
-    def initial_carry(self, batch_size: int) -> tuple[Any, ...]:
-        """The carry that a sequence starts from: zeros, or the trained initial state."""
-        zeros = zero_carry(self, batch_size)
-        if not self.trainable_initial_state:
-            return zeros
-        return jax.tree.map(lambda v, z: cells.stretch(v, z), self.initial_state, zeros)
-
-    def __call__(
-        self,
-        carry: tuple[Any, ...] | None,
-        xs: jax.Array,
-        valid: jax.Array | None = None,
-        rates: Dropout = NO_DROPOUT,
-    ) -> tuple[tuple[Any, ...], jax.Array]:
-        """From (carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
-
-        def run(layer, carry, xs):
-            mask = {}
-            if rates.state is not None:
-                steps = xs.shape[:1] if self.state_mask == "step" else ()
-                shape = (*steps, xs.shape[1], self.hidden_size)
-                mask = state_mask(rates.state, shape, self.make_rng("dropout"))
-            return layer.window(carry, xs, **mask, valid=valid, train=self.has_rng("dropout"))
-
-        carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
-        return carry, total
-
-    def gates(self, carry: tuple[Any, ...] | None, xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
-        """Returns the carry, and every gate of every layer, [T, B, ...]."""
-        carry, _, found = self.run_layers(RNN.gates, carry, xs)
-        return carry, [gates for (gates,) in found]
-
-    def run_layers(self, run, carry, xs, rate=None):
-        """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
-
-        Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
-        Without a carry it starts from the initial one.
-        """
-        carry = self.initial_carry(xs.shape[1]) if carry is None else carry
-        check(
-            isinstance(carry, tuple | list) and len(carry) == self.num_layers,
-            f"carry {jax.tree.structure(carry)} must be a tuple of {self.num_layers}, one for "
-            "each layer; make one with zero_carry(batch_size)",
-        )
-        carries, others, total = [], [], None
-        for index, layer in enumerate(self.layers):
-            if index and rate is not None:
-                xs = dropout(rate, xs, self.make_rng("dropout"))
-            last, hs, *other = run(layer, carry[index], xs)
-            carries.append(last)
-            others.append(other)
-            xs = total + hs if self.output == "residual" and index else hs
-            total = total + xs if self.output == "sum" and index else xs
-        return tuple(carries), total, others
+        lengths = np.minimum(lengths.astype(np.uint64), np.uint64(longest))
+    elif jnp.iinfo(dtype).max > longest:
+        lengths = jnp.minimum(lengths, longest)
+    return jnp.asarray(lengths.astype(np.int32))

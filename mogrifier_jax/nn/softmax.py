@@ -4,6 +4,7 @@ Axes: T time, B batch, H hidden, E embedding, V vocabulary, C components of a mi
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import layout
 
-from mogrifier_jax.nn import cells, recurrence, rnn
+from mogrifier_jax.nn import cells, dropout, plans, taps
 
 Dtype = Any
-# The most logits of a chunk on CPUs. They have 16 MB, so they stay in a cache after their matmul.
-CPU_LOGITS = 1 << 22
+# (us, log_weights, targets) to nats.
+Score = Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array]
 
 
 def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
@@ -48,25 +49,41 @@ class Softmax(nn.Module):
             self.kernel = self.param("kernel", normal_by_fan(size), (size, self.vocab_size))
         self.bias = self.param("bias", _zeros, (self.vocab_size,))
 
-    def nats(self, hs, targets, embedding, rates, temperature) -> jax.Array:
+    def nats(
+        self,
+        hs: jax.Array,
+        targets: jax.Array,
+        embedding: jax.Array,
+        rates: dropout.Dropout,
+        temperature: float | jax.Array,
+    ) -> jax.Array:
         """-log p(target) [T, B]; no more than `max_logits` logits are in memory at once."""
         us, log_weights = self.features(hs, rates)
-        score = functools.partial(self.score, self.matrix(embedding), temperature)
-        chunks = self._count_chunks(targets, self.max_logits)
-        in_cache = self._count_chunks(targets, min(self.max_logits, CPU_LOGITS))
-        ways = {}
-        if in_cache > 1:
-            ways["cpu"] = functools.partial(_in_chunks, functools.partial(_flat, score), in_cache)
-        default = functools.partial(_in_chunks, score, chunks)
-        return jax.lax.platform_dependent(us, log_weights, targets, **ways, default=default)
+        score: Score = functools.partial(self.score, self.matrix(embedding), temperature)
 
-    def _count_chunks(self, targets, max_logits) -> int:
+        def compute(plan: plans.SoftmaxPlan, *arguments: Any) -> jax.Array:
+            chunks = self._count_chunks(targets, min(self.max_logits, plan.logits_at_once))
+            flat = plan.flatten and chunks > 1
+            return _in_chunks(
+                functools.partial(_flat, score) if flat else score, chunks, *arguments
+            )
+
+        make_plan = functools.partial(plans.make_softmax_plan, dtype=us.dtype)
+        return plans.follow(make_plan, compute, us, log_weights, targets)
+
+    def _count_chunks(self, targets: jax.Array, max_logits: float) -> int:
         steps, batch = targets.shape
         logits_of_step = batch * max(1, self.mixture_components) * self.vocab_size
-        steps_at_once = max(1, max_logits // logits_of_step)
+        steps_at_once = max(1, int(max_logits // logits_of_step))
         return -(-steps // steps_at_once)
 
-    def logits(self, hs, embedding, temperature, rates=rnn.NO_DROPOUT) -> jax.Array:
+    def logits(
+        self,
+        hs: jax.Array,
+        embedding: jax.Array,
+        temperature: float | jax.Array,
+        rates: dropout.Dropout = dropout.NO_DROPOUT,
+    ) -> jax.Array:
         """Unnormalised log-probabilities [T, B, V]."""
         us, log_weights = self.features(hs, rates)
         logits = component_logits(us, self.matrix(embedding), self.bias, temperature)
@@ -74,10 +91,10 @@ class Softmax(nn.Module):
             return logits
         return jax.nn.logsumexp(jax.nn.log_softmax(logits) + log_weights[..., None], axis=-2)
 
-    def features(self, hs, rates):
+    def features(self, hs: jax.Array, rates: dropout.Dropout) -> tuple[jax.Array, jax.Array | None]:
         """The vectors that multiply the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
         if rates.output is not None:
-            hs = rnn.dropout(rates.output, hs, self.make_rng("dropout"))
+            hs = dropout.drop(rates.output, hs, self.make_rng("dropout"))
         log_weights = None
         if self.mixture_components:
             us = jnp.tanh(
@@ -86,19 +103,30 @@ class Softmax(nn.Module):
             us = us.astype(self.dtype)
             log_weights = jax.nn.log_softmax(cells.project(hs, self.mixture.astype(self.dtype)))
         elif self.embedding_size != self.hidden_size:
-            us = jnp.tensordot(hs, self.projection.astype(self.dtype), axes=1)
+            # So that the gradient of the matrix, too, is summed up in at least float32.
+            wide = cells.wide(self.dtype)
+            projection = self.projection.astype(self.dtype)
+            us = jnp.tensordot(hs, projection, axes=1, preferred_element_type=wide)
+            us = us.astype(self.dtype)
         else:
             return hs, None
         if rates.downprojected is not None:
-            us = rnn.dropout(rates.downprojected, us, self.make_rng("dropout"))
+            us = dropout.drop(rates.downprojected, us, self.make_rng("dropout"))
         return us, log_weights
 
-    def matrix(self, embedding) -> jax.Array:
+    def matrix(self, embedding: jax.Array) -> jax.Array:
         """The output embeddings [V, E] in the compute dtype."""
         table = embedding if self.tied_embeddings else self.kernel.T
         return table.astype(self.dtype)
 
-    def score(self, matrix, temperature, us, log_weights, targets) -> jax.Array:
+    def score(
+        self,
+        matrix: jax.Array,
+        temperature: float | jax.Array,
+        us: jax.Array,
+        log_weights: jax.Array | None,
+        targets: jax.Array,
+    ) -> jax.Array:
         """-log p(target) under the softmax or the mixture."""
         if log_weights is not None:
             targets = jnp.broadcast_to(targets[..., None], us.shape[:-1])
@@ -107,7 +135,9 @@ class Softmax(nn.Module):
         return -log_p if log_weights is None else -jax.nn.logsumexp(log_weights + log_p, axis=-1)
 
 
-def component_logits(us, matrix, bias, temperature) -> jax.Array:
+def component_logits(
+    us: jax.Array, matrix: jax.Array, bias: jax.Array, temperature: float | jax.Array
+) -> jax.Array:
     """The logits [..., V] of us [..., E] and a matrix [V, E], in at least float32."""
     wide = cells.wide(us.dtype)
     contract = (((us.ndim - 1,), (1,)), ((), ()))
@@ -115,7 +145,9 @@ def component_logits(us, matrix, bias, temperature) -> jax.Array:
     return (logits + cells.stretch(bias, logits)) * jnp.asarray(temperature, wide)
 
 
-def _in_chunks(score, chunks, us, log_weights, targets) -> jax.Array:
+def _in_chunks(
+    score: Score, chunks: int, us: jax.Array, log_weights: jax.Array | None, targets: jax.Array
+) -> jax.Array:
     """Calls `score` on some steps at a time; the backward pass computes their logits again."""
     if chunks == 1:
         return score(us, log_weights, targets)
@@ -123,7 +155,7 @@ def _in_chunks(score, chunks, us, log_weights, targets) -> jax.Array:
     size = -(-steps // chunks)
     padding = chunks * size - steps
 
-    def cut(a):
+    def cut(a: jax.Array) -> jax.Array:
         a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
         return a.reshape(chunks, size, *a.shape[1:])
 
@@ -132,13 +164,15 @@ def _in_chunks(score, chunks, us, log_weights, targets) -> jax.Array:
     return nats.reshape(chunks * size, batch)[:steps]
 
 
-def _flat(score, us, log_weights, targets) -> jax.Array:
-    """Calls `score` with one leading axis, for which XLA:CPU copies fewer logits than for two.
+def _flat(
+    score: Score, us: jax.Array, log_weights: jax.Array | None, targets: jax.Array
+) -> jax.Array:
+    """Calls `score` with one leading axis, for which XLA copies fewer logits than for two.
 
     The batch comes first in that axis, so each device keeps its part of the batch.
     """
 
-    def flatten(a):
+    def flatten(a: jax.Array) -> jax.Array:
         return a.swapaxes(0, 1).reshape(-1, *a.shape[2:])
 
     nats = score(*jax.tree.map(flatten, (us, log_weights, targets)))
@@ -146,7 +180,9 @@ def _flat(score, us, log_weights, targets) -> jax.Array:
 
 
 @jax.custom_vjp
-def log_probability(us, matrix, bias, temperature, targets) -> jax.Array:
+def log_probability(
+    us: jax.Array, matrix: jax.Array, bias: jax.Array, temperature: jax.Array, targets: jax.Array
+) -> jax.Array:
     """log softmax(logits)[target] for us [..., E] and targets [...].
 
     The gradient at the logits is computed once, in the compute dtype. Without this the compiler
@@ -155,7 +191,9 @@ def log_probability(us, matrix, bias, temperature, targets) -> jax.Array:
     return _log_probability(us, matrix, bias, temperature, targets)[0]
 
 
-def _log_probability(us, matrix, bias, temperature, targets):
+def _log_probability(
+    us: jax.Array, matrix: jax.Array, bias: jax.Array, temperature: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     logits = component_logits(us, matrix, bias, temperature)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     normaliser = jax.nn.logsumexp(logits, axis=-1)
@@ -163,39 +201,40 @@ def _log_probability(us, matrix, bias, temperature, targets):
     return chosen - normaliser, saved
 
 
-def _log_probability_backward(saved, d_log_p):
+def _log_probability_backward(saved: tuple[jax.Array, ...], d_log_p: jax.Array) -> Any:
     us, matrix, bias, temperature, targets, logits, normaliser = saved
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     one_hot = (ids == targets[..., None]).astype(logits.dtype)
     d_logits = d_log_p[..., None] * (one_hot - jnp.exp(logits - normaliser[..., None]))
     d_temperature = (d_logits * logits).sum() / temperature
 
-    def spread(d_logits, us, matrix, operand=None):
-        d_logits = jax.lax.optimization_barrier(d_logits.astype(operand or us.dtype))
+    def backpropagate(
+        plan: plans.SoftmaxPlan, d_logits: jax.Array, us: jax.Array, matrix: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        operand_dtype = plan.operands_backward or us.dtype
+        d_logits = jax.lax.optimization_barrier(d_logits.astype(operand_dtype))
         lead = tuple(range(us.ndim - 1))
         dot = functools.partial(jnp.tensordot, preferred_element_type=us.dtype)
         d_us = dot(d_logits, matrix.astype(d_logits.dtype), axes=1)
         d_matrix = dot(d_logits, us.astype(d_logits.dtype), (lead, lead))
-        return d_us, d_matrix, cells.sum_leading(d_logits, len(lead)).astype(bias.dtype)
+        d_bias = taps.sum_leading(d_logits, len(lead), plan.sum_by_matmul).astype(bias.dtype)
+        if plan.keep_embedding_layout:
+            # XLA would transpose the gradient, and with it the embeddings and their optimizer
+            # state at each train step.
+            d_matrix = layout.with_layout_constraint(d_matrix, layout.Layout((0, 1)))
+            # The barrier computes both before the backward loops, so that the gradient of the
+            # logits takes no memory during these.
+            d_us, d_matrix = jax.lax.optimization_barrier((d_us, d_matrix))
+        return d_us, d_matrix, d_bias
 
-    def spread_on_tpus(*arguments):
-        d_us, d_matrix, d_bias = spread(*arguments, operand=recurrence.TPU_OPERAND)
-        # This is the layout of the embeddings. XLA would transpose the gradient. Then it would
-        # transpose the embeddings and their optimizer state, too, at each train step.
-        d_matrix = layout.with_layout_constraint(d_matrix, layout.Layout((0, 1)))
-        # The barrier computes both before the backward loops. Then the gradient of the logits
-        # takes no memory during these.
-        return *jax.lax.optimization_barrier((d_us, d_matrix)), d_bias
-
-    ways = {"tpu": spread_on_tpus} if recurrence.rounded_on_tpus(us.dtype) else {}
-    d_logits = temperature * d_logits
-    found = jax.lax.platform_dependent(d_logits, us, matrix, **ways, default=spread)
-    return *found, d_temperature, None
+    make_plan = functools.partial(plans.make_softmax_plan, dtype=us.dtype)
+    gradients = plans.follow(make_plan, backpropagate, temperature * d_logits, us, matrix)
+    return *gradients, d_temperature, None
 
 
 log_probability.defvjp(_log_probability, _log_probability_backward)
 
 
-def _zeros(key, shape, dtype=jnp.float32):
+def _zeros(key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> jax.Array:
     del key
     return jnp.zeros(shape, dtype)

@@ -1,140 +1,174 @@
-"""Finds the linear maps of a parameter tree, and puts taps in their place.
+"""Taps: functions that stand where a cell expects a matrix, and take over its matmul.
 
-A tap is a function that stands where a cell expects a matrix. `recurrence.py` uses taps to compute
-the matmuls of a step in its own way. Only `cells.project` and `cells.affine` call them. The loops
-that it runs in place of `lax.scan` are at the end.
+`recurrence.py` uses them to see the input and the output of every linear map of a step. Only
+`cells.project` and `cells.affine` call them. Axes: T time, B batch, I inputs of a map.
 """
 
-import functools
-import itertools
-import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mogrifier_jax.nn import cells
 
-# On GPUs a matmul by two thin factors takes several kernels. They take longer to start than to run.
-# The product of the factors takes less time to read if it has at most CUDA_PRODUCT bytes. Zeros
-# make its inner axis a multiple of CUDA_ALIGNMENT. Otherwise XLA would add them in every step.
-CUDA_PRODUCT = 2**24
-CUDA_ALIGNMENT = 128
-# The most bytes that `scan_into_empty` writes into memory that is not filled with zeros.
-TPU_EMPTY = 2**27
+# The matrix of a map [I, ...], or the two factors `down` [I, K] and `up` [K, ...] of a thin one.
+Matrices = tuple[jax.Array, ...]
+# (name, x, addend) to the output of a map for x, plus the addend unless it is None.
+OutputOf = Callable[[str, jax.Array, jax.Array | None], jax.Array]
 
 
 class Taps:
     """A parameter tree, taken apart into linear maps, their biases, and other vectors.
 
-    A map is a tuple of one matrix, or of the two factors `down` and `up`. Its name is the path of
-    the first one in the tree. Matrices are cast to `dtype`. The outputs of the maps have
-    `output_dtype`, which is `dtype` unless it is given. An output includes the bias, except in a
-    dtype narrower than float32, where the sum would be rounded once more. `cast_late` says that XLA
-    shall cast the inputs of large maps within the matmul.
+    The name of a map is the path of its first matrix in the tree. An output includes the bias of
+    the map, except in a dtype narrower than float32, where the sum would be rounded once more.
+
+    Args:
+      params: a tree in the storage dtype. Leaves with two or more axes are matrices; a `bias`
+        belongs to the matrix beside it.
+      dtype: the dtype of the outputs.
+      operand_dtype: the dtype of matrices and of what they multiply; `dtype` if None.
+      round_before_cast: round the inputs of large maps, but cast them only within the matmul.
     """
 
     _FIRST = ("kernel", "down", "input", "recurrent")
     _BIASED = ("kernel", "down", "input")  # A bias beside one of these belongs to it.
 
-    def __init__(self, params, dtype, output_dtype=None, cast_late=False):
-        self._dtype, self._output_dtype = dtype, output_dtype or dtype
-        self._cast_late = cast_late
-        self._whole = cells.wide(self._output_dtype) == self._output_dtype
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(params)
+    def __init__(
+        self,
+        params: Any,
+        dtype: np.dtype,
+        operand_dtype: np.dtype | None = None,
+        round_before_cast: bool = False,
+    ) -> None:
+        self._dtype, self.operand_dtype = dtype, operand_dtype or dtype
+        self._round_before_cast = round_before_cast
+        self._adds_bias = cells.wide(dtype) == dtype
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        self._treedef: Any = treedef
         self._params = {jax.tree_util.keystr(path): leaf for path, leaf in flat}
-        self._second, self._bias, self.maps = {}, {}, {}
+        self._second: dict[str, str] = {}  # The path of the second factor of a map.
+        self._bias: dict[str, str] = {}  # The path of the bias of a map.
+        self.maps: dict[str, Matrices] = {}
         self.read_inputs = False  # Whether there are maps of x, and not only of h.
         for path, leaf in flat:
             name, last = jax.tree_util.keystr(path), path[-1].key
             if last in self._FIRST:
-                self.maps[name] = (leaf.astype(dtype),)
+                self.maps[name] = (leaf.astype(self.operand_dtype),)
                 self.read_inputs |= last != "recurrent"
                 up, bias = _beside(path, "up"), _beside(path, "bias")
                 if last == "down":
                     self._second[name] = up
-                    self.maps[name] += (self._params[up].astype(dtype),)
+                    self.maps[name] += (self._params[up].astype(self.operand_dtype),)
                 if last in self._BIASED and bias in self._params:
                     self._bias[name] = bias
         taken = {*self.maps, *self._second.values(), *self._bias.values()}
         self.vectors = {name: v for name, v in self._params.items() if name not in taken}
 
-    @property
-    def cast(self):
-        """The tree with its matrices in the compute dtype."""
+    def cast_matrices(self) -> Any:
+        """The tree with its matrices in the dtype of the operands."""
         matrices = {name: matrices[0] for name, matrices in self.maps.items()}
         matrices |= {up: self.maps[down][1] for down, up in self._second.items()}
         return self._treedef.unflatten({**self._params, **matrices}.values())
 
-    def is_thin(self, name):
+    def is_thin(self, name: str) -> bool:
         """Whether a map is a product of two factors."""
         return len(self.maps[name]) == 2
 
-    def products(self, transposed=False):
-        """The maps, where the product of two factors replaces them if it is small."""
+    def transpose(self) -> dict[str, Matrices]:
+        """The transposed matrices of all maps, for `saved_output`."""
+        # The barrier makes XLA transpose them once, before a loop.
+        return jax.lax.optimization_barrier(jax.tree.map(transpose, self.maps))
 
-        def multiply(matrices):
+    def multiply_factors(
+        self, most_bytes: int, alignment: int, transposed: bool = False
+    ) -> dict[str, Matrices]:
+        """The maps (transposed), with the product of two factors in their place if it is small.
+
+        Zeros fill the inner axis of a product up to a multiple of `alignment`.
+        """
+
+        def multiply(matrices: Matrices) -> Matrices:
             down, up = matrices[0], matrices[-1]
             size = len(down) * up.shape[-1] * down.dtype.itemsize
-            if len(matrices) == 1 or up.ndim > 2 or size > CUDA_PRODUCT:
+            if len(matrices) == 1 or up.ndim > 2 or size > most_bytes:
                 return tuple(map(transpose, matrices)) if transposed else matrices
-            wide = cells.wide(self._dtype)
+            wide = cells.wide(down.dtype)
             product = jnp.tensordot(
                 down, up, axes=1, precision="highest", preferred_element_type=wide
             )
             product = transpose(product) if transposed else product
-            missing = -product.shape[0] % CUDA_ALIGNMENT
-            return (jnp.pad(product.astype(self._dtype), [(0, missing), (0, 0)]),)
+            missing = -product.shape[0] % alignment
+            return (jnp.pad(product.astype(down.dtype), [(0, missing), (0, 0)]),)
 
-        return {name: multiply(matrices) for name, matrices in self.maps.items()}
+        # The barrier makes XLA multiply them once, before a loop.
+        products = {name: multiply(matrices) for name, matrices in self.maps.items()}
+        return jax.lax.optimization_barrier(products)
 
-    def apply(self, name, x, maps):
-        """The output of a map for x; `maps` is `self.maps` or `self.products()`."""
-        if self._cast_late and not self.is_thin(name):
-            # x is rounded before the cast, which XLA then leaves where it is. Otherwise it moves
-            # the cast to where x is computed, and a TPU takes longer to write bfloat16.
-            to = jnp.finfo(self._dtype)
+    def vectors_of_rows(self, rows: int) -> dict[str, jax.Array]:
+        """The vectors once for each row of a batch."""
+        return {n: jnp.broadcast_to(v, (rows, *v.shape)) for n, v in self.vectors.items()}
+
+    def apply(self, name: str, x: jax.Array, maps: dict[str, Matrices]) -> jax.Array:
+        """The output of a map for x; `maps` is `self.maps`, or `multiply_factors` of it."""
+        if self._round_before_cast and not self.is_thin(name):
+            # XLA leaves the cast of a rounded x where it is. Otherwise it moves the cast to where x
+            # is computed, and a TPU takes longer to write bfloat16.
+            to = jnp.finfo(self.operand_dtype)
             x = jax.lax.reduce_precision(x, to.nexp, to.nmant)
         for matrix in maps[name]:
             x = jnp.tensordot(
-                pad_last(x.astype(self._dtype), matrix.shape[0]),
+                _pad_last(x.astype(self.operand_dtype), matrix.shape[0]),
                 matrix,
                 axes=1,
-                preferred_element_type=self._output_dtype,
+                preferred_element_type=self._dtype,
             )
-        return self._add_bias(name, x) if self._whole else x
+        return self._add_bias(name, x) if self._adds_bias else x
 
-    def _add_bias(self, name, y):
+    def _add_bias(self, name: str, y: jax.Array) -> jax.Array:
         """Adds the bias of a map, if it has one, to the output of the map."""
         y = cells.widen(y)
         return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
 
-    def replace(self, output_of, vectors=None):
-        """The tree with a tap in place of each map; the tap calls `output_of(name, x, addend)`.
+    def put(self, output_of: OutputOf, vectors: dict[str, jax.Array] | None = None) -> Any:
+        """The tree with a tap in place of each map, and with these vectors if they are given.
 
-        `cells.project` and `cells.affine` call the taps. The addend is what they add to the output
-        if it is not a parameter, else None.
+        The addend that a tap passes on is what `cells.project` adds to the output if it is not a
+        parameter, else None.
         """
 
-        def tap(name):
-            def use(x, bias):
+        def make_tap(name: str) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
+            def tap(x: jax.Array, bias: jax.Array | None) -> jax.Array:
                 addend = None if name in self._bias or bias is None else cells.widen(bias)
-                if self._whole:
+                if self._adds_bias:
                     return output_of(name, x, addend)
                 y = self._add_bias(name, output_of(name, x, None))
                 return y if addend is None else y + addend
 
-            return use
+            return tap
 
-        taps = {name: tap(name) for name in self.maps}
+        taps = {name: make_tap(name) for name in self.maps}
         return self._treedef.unflatten({**self._params, **(vectors or {}), **taps}.values())
 
-    def gradients(self, inputs, d_outputs, d_vectors, transposed):
-        """The gradients of the tree: one matmul over [T, B] for a matrix, one sum for a bias."""
+    def gradients(
+        self,
+        inputs: dict[str, jax.Array],
+        d_outputs: dict[str, jax.Array],
+        d_vectors: dict[str, jax.Array],
+        transposed: dict[str, Matrices],
+        by_matmul: bool = False,
+    ) -> Any:
+        """The gradients of the tree from what maps read and the gradients of their outputs.
+
+        A matrix takes one matmul over [T, B], and a bias one sum, `by_matmul` or not.
+        """
         grads = dict(d_vectors)
         for name, matrices in self.maps.items():
             x, d_output = inputs[name], d_outputs[name]
             if name in self._bias:
-                grads[self._bias[name]] = cells.sum_leading(d_output, 2)
+                grads[self._bias[name]] = sum_leading(d_output, 2, by_matmul)
             if self.is_thin(name):
                 low = jnp.tensordot(x, matrices[0], axes=1)
                 grads[self._second[name]] = sum_of_products(low, d_output)
@@ -146,39 +180,46 @@ class Taps:
         )
 
 
-def sum_of_products(x, d_output):
-    """The gradient of a matrix, from its inputs and the gradients of its outputs, [T, B, ...]."""
-    wide = cells.wide(d_output.dtype)
-    return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
+def cast_matrices(params: Any, dtype: Any) -> Any:
+    """The tree with its matrices in the compute dtype; vectors stay in the storage dtype."""
+    return Taps(params, dtype).cast_matrices()
 
 
-def _beside(path, name):
+def _beside(path: tuple[Any, ...], name: str) -> str:
     """The path of another entry of the dict that a leaf is in."""
     return jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey(name)))
 
 
-def pad_last(x, size):
+def transpose(matrix: jax.Array) -> jax.Array:
+    """Moves the first axis of [I, ...] to the end, [..., I]."""
+    return jnp.moveaxis(matrix, 0, -1)
+
+
+def _pad_last(x: jax.Array, size: int) -> jax.Array:
     """Adds zeros at the end of the last axis of x, up to a size."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def transpose(matrix):
-    """Moves the first axis of [I, ...] to the end, [..., I]."""
-    return jnp.moveaxis(matrix, 0, -1)
-
-
 @jax.custom_vjp
-def recall(x, output, transposed):
-    """Returns the known output of a linear map; its derivative is that of the map."""
+def saved_output(x: jax.Array, output: jax.Array, transposed: Matrices) -> jax.Array:
+    """Returns the saved `output` of a map; backpropagates to x as if it were computed from x."""
     return output
 
 
-def _recall_backward(transposed, d_output):
+def _saved_output_forward(
+    x: jax.Array, output: jax.Array, transposed: Matrices
+) -> tuple[jax.Array, Matrices]:
+    return output, transposed
+
+
+def _saved_output_backward(
+    transposed: Matrices, d_output: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     d_x = d_output
     for matrix in reversed(transposed):
         d_x = jnp.tensordot(
-            pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
+            _pad_last(d_x.astype(matrix.dtype), matrix.shape[-2]),
             matrix,
             axes=matrix.ndim - 1,
             preferred_element_type=d_output.dtype,
@@ -186,67 +227,28 @@ def _recall_backward(transposed, d_output):
     return d_x, d_output, None
 
 
-recall.defvjp(lambda x, output, transposed: (output, transposed), _recall_backward)
+saved_output.defvjp(_saved_output_forward, _saved_output_backward)
 
 
 @jax.custom_vjp
-def recall_sum(output, addend):
-    """Returns an output that includes the addend; its derivative is that of their sum."""
-    return output
+def saved_sum(total: jax.Array, addend: jax.Array) -> jax.Array:
+    """Returns `total`, which includes the addend; backpropagates to both as to the sum of two."""
+    return total
 
 
-recall_sum.defvjp(lambda output, addend: (output, None), lambda _, d_sum: (d_sum, d_sum))
+saved_sum.defvjp(lambda total, addend: (total, None), lambda _, d_sum: (d_sum, d_sum))
 
 
-def shards():
-    """How many devices share the batch; 1 if the mesh is not known while this is traced."""
-    return jax.sharding.get_abstract_mesh().shape.get("data", 1)
+def sum_of_products(x: jax.Array, d_output: jax.Array) -> jax.Array:
+    """The gradient of a matrix, from its inputs and the gradients of its outputs, [T, B, ...]."""
+    wide = cells.wide(d_output.dtype)
+    return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 
-def scan_into_empty(body, init, xs, reverse=False, unroll=1):
-    """`lax.scan` that writes its results into memory without filling it with zeros first.
-
-    For large results it is `lax.scan` itself. XLA allocates the empty memory long before the loop,
-    and may take the fast memory for it.
-    """
-    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    if size // shards() > TPU_EMPTY:
-        return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
-
-    def turn(carried, x):
-        state, index, results = carried
-        state, result = body(state, x)
-        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        results = jax.tree.map(write, results, result)
-        return (state, index + (-1 if reverse else 1), results), None
-
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
-    carried, _ = jax.lax.scan(turn, (init, start, results), xs, reverse=reverse, unroll=unroll)
-    return carried[0], carried[2]
-
-
-def scan_in_chunks(loop, most, state, xs):
-    """Runs a backward loop in chunks; their length divides T and is at most `most`."""
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    length = max(n for n in range(1, most + 1) if steps % n == 0)
-    chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
-    state, ys = jax.lax.scan(loop, state, chunks, reverse=True)
-    return state, jax.tree.map(lambda a: a.reshape(steps, *a.shape[2:]), ys)
-
-
-def join(tree):
-    """Makes one array [B, N] of arrays [B, ...]."""
-    return jnp.concatenate([a.reshape(len(a), -1) for a in jax.tree.leaves(tree)], 1)
-
-
-def part(joined, like):
-    """Undoes `_join`: makes a tree like `like` of the [T, B, N] from all time steps."""
-    leaves, treedef = jax.tree.flatten(like)
-    ends = list(itertools.accumulate(math.prod(leaf.shape[2:]) for leaf in leaves))
-    parts = jnp.split(joined, ends[:-1], 2)
-    return treedef.unflatten(
-        part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
-    )
+def sum_leading(x: jax.Array, num_axes: int, by_matmul: bool = False) -> jax.Array:
+    """Sums over the first `num_axes` axes in at least float32, as a matmul by ones if asked to."""
+    if not by_matmul:
+        return cells.widen(x).sum(tuple(range(num_axes)))
+    # XLA would turn a matmul by one row of ones into a product and a sum. It leaves eight alone.
+    ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
+    return jnp.tensordot(ones, x, num_axes, preferred_element_type=cells.wide(x.dtype))[0]

@@ -1,32 +1,14 @@
-"""What is decided at each turn, from the validation cross-entropies alone, and weight averages.
+"""What is decided at each turn, from the validation cross-entropies alone.
 
 A turn is: evaluate; remember the best; stop?; start averaging?; drop the learning rate?;
 `steps_per_turn` optimizer steps. `decide` makes these decisions in that order. There are
 `turns` + 1 evaluations, the first (turn 0) before any training. xe is cross-entropy in nats per
 token. An interval or turn that is None or negative is off.
-
-Averages of the weights are pure functions of a state. All kinds share one interface, so the loop
-has no branches:
-
-    average = make_averaging(kind)
-    state = average.init(params)
-    state = average.update(state, params)          # After every optimizer step.
-    for weights in average.candidates(state, params): ...evaluate...
-    state = average.after_evaluation(state, *cross_entropies)
-    weights = average.value(state, params)         # The candidate that scored best.
-
-Flags and counts are traced arrays: switching an average on does not recompile, and states can be
-stacked and vmapped.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
-
-import jax
-import jax.numpy as jnp
-import optax
 
 from mogrifier_jax import errors
 
@@ -174,120 +156,3 @@ def should_drop_learning_rate(progress: Progress, rules: Rules) -> bool:
 
 def _is_on(interval: int | None) -> TypeGuard[int]:
     return interval is not None and interval >= 0
-
-
-class Averaging(NamedTuple):
-    """One way of averaging; see the module's docstring for the order of calls."""
-
-    init: Callable[[optax.Params], Any]
-    update: Callable[[Any, optax.Params], Any]
-    value: Callable[[Any, optax.Params], optax.Params]
-    candidates: Callable[[Any, optax.Params], tuple[optax.Params, ...]]
-    is_on: Callable[[Any], Any]  # Whether any mean has weights in it.
-    after_evaluation: Callable[..., Any] = lambda state, *cross_entropies: state
-    start: Callable[[Any], Any] = lambda state: state  # What a trigger switches on.
-
-
-class RunningMean(NamedTuple):
-    """Uniform mean of the weights added so far; all zeros while n is 0."""
-
-    n: jax.Array
-    mean: optax.Params
-
-
-class TriggeredState(NamedTuple):
-    """A mean that collects nothing before it is switched on, and never stops or restarts."""
-
-    on: jax.Array
-    average: RunningMean
-
-
-class TwoTailedState(NamedTuple):
-    """Means over a short and a long tail of the trajectory; the long one is the better so far."""
-
-    short: RunningMean
-    long: RunningMean
-
-
-def _empty(params: optax.Params) -> RunningMean:
-    return RunningMean(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
-
-
-def _add(average: RunningMean, params: optax.Params) -> RunningMean:
-    """mean <- mean + (params - mean) / (n + 1)."""
-    n = average.n + 1
-    mean = jax.tree.map(lambda a, p: a + (p - a) / n.astype(a.dtype), average.mean, params)
-    return RunningMean(n, mean)
-
-
-def _value(average: RunningMean, params: optax.Params) -> optax.Params:
-    """The mean, or the raw weights while it is empty."""
-    return _where(average.n > 0, average.mean, params)
-
-
-def _where(condition: jax.Array, yes: optax.Params, no: optax.Params) -> optax.Params:
-    return jax.tree.map(lambda y, n: jnp.where(condition, y, n), yes, no)
-
-
-def _none() -> Averaging:
-    return Averaging(
-        init=lambda params: (),
-        update=lambda state, params: state,
-        value=lambda state, params: params,
-        candidates=lambda state, params: (params,),
-        is_on=lambda state: jnp.zeros([], jnp.bool_),
-    )
-
-
-def _triggered() -> Averaging:
-    """The tail average of the paper's experiments: from a chosen step to the end."""
-
-    def value(state, params):
-        return _value(state.average, params)
-
-    def update(state, params):
-        added = _add(state.average, params)
-        return state._replace(average=_where(state.on, added, state.average))
-
-    return Averaging(
-        init=lambda params: TriggeredState(jnp.zeros([], jnp.bool_), _empty(params)),
-        update=update,
-        value=value,
-        candidates=lambda state, params: (value(state, params),),
-        is_on=lambda state: state.average.n > 0,
-        start=lambda state: state._replace(on=jnp.ones_like(state.on)),
-    )
-
-
-def _two_tailed() -> Averaging:
-    """Two-Tailed Averaging (arXiv:2209.12581): no trigger to choose, a good average at any time."""
-
-    def candidates(state, params):
-        return _value(state.short, params), _value(state.long, params)
-
-    def after_evaluation(state, short_xe, long_xe):
-        switch = jnp.asarray(short_xe) <= jnp.asarray(long_xe)
-        empty = optax.tree.zeros_like(state.short)
-        return TwoTailedState(
-            short=_where(switch, empty, state.short), long=_where(switch, state.short, state.long)
-        )
-
-    return Averaging(
-        init=lambda params: TwoTailedState(_empty(params), _empty(params)),
-        update=lambda state, params: TwoTailedState(
-            _add(state.short, params), _add(state.long, params)
-        ),
-        # When the short tail won, it has just become the long one.
-        value=lambda state, params: _value(state.long, params),
-        candidates=candidates,
-        is_on=lambda state: (state.short.n > 0) | (state.long.n > 0),
-        after_evaluation=after_evaluation,
-    )
-
-
-AVERAGES = {"none": _none, "triggered": _triggered, "two_tailed": _two_tailed}
-
-
-def make_averaging(kind: str = "triggered") -> Averaging:
-    """The functions of one of AVERAGES."""
-    return AVERAGES[kind]()

@@ -1,8 +1,9 @@
 """Where the trials of a study are kept: Optuna's storages, or a Vizier service.
 
 A storage of Optuna is an SQLAlchemy URL, such as sqlite:///study.db or that of a PostgreSQL server,
-or the path of a journal file on a disk that all workers see. `trials.py` hands out the trials. A
-storage that lost trials is refused. The study does not start again from nothing.
+or the path of a journal file on a disk that all workers see. `optuna_queue.py` and
+`vizier_queue.py` hand out the trials. A storage that lost trials is refused, so that a study never
+starts again from nothing.
 
 Samplers suggest settings for the trials that Optuna keeps. A service makes its own suggestions.
 """
@@ -23,13 +24,14 @@ from typing import Any
 
 import optuna
 import sqlalchemy.exc
+import sqlalchemy.pool
 from absl import logging
 from optuna.storages import journal
 from optuna.trial import FrozenTrial, TrialState
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.training import workdirs
-from mogrifier_jax.tuning import studies, trials
+from mogrifier_jax.tuning import optuna_queue, studies, trials, vizier_queue
 
 SAMPLERS = ("gp", "tpe", "random")
 _COPY = "put it back from a copy, or use another --storage and --workdir for a new study"
@@ -81,7 +83,7 @@ def open_queue(
     queue: Any
     if storage.startswith("vizier://"):
         ranges, prunes = study.ranges, prune is not None
-        queue = trials.VizierQueue(
+        queue = vizier_queue.Queue(
             storage,
             name,
             ranges,
@@ -102,7 +104,7 @@ def open_queue(
             pruner=None if prune is None else make_pruner(prune),
             known=f"the study {name!r} of {workdir}" if began else None,
         )
-        queue = trials.Queue(opened, study.ranges, num_trials)
+        queue = optuna_queue.Queue(opened, study.ranges, num_trials)
     if lost := sorted(folders - queue.folders()):
         more = f" and {len(lost) - 3} more" * (len(lost) > 3)
         raise _forgotten(storage, f"{', '.join(lost[:3])}{more} of {workdir}")
@@ -154,7 +156,7 @@ def open_study(
     study = _reach(
         storage,
         lambda: optuna.create_study(
-            storage=_open_storage(storage),
+            storage=open_storage(storage),
             study_name=name,
             sampler=_SeededSampler(sampler, seed),
             pruner=pruner or optuna.pruners.NopPruner(),
@@ -183,7 +185,8 @@ def default(workdir: str) -> str:
     return f"sqlite:///{pathlib.Path(workdir).absolute() / 'study.db'}"
 
 
-def _open_storage(storage: str) -> optuna.storages.BaseStorage:
+def open_storage(storage: str) -> optuna.storages.BaseStorage:
+    """Opens the storage at an SQLAlchemy URL, or the journal at a path."""
     if "://" not in storage:
         folder = pathlib.Path(storage).absolute().parent
         if not folder.is_dir():
@@ -192,8 +195,11 @@ def _open_storage(storage: str) -> optuna.storages.BaseStorage:
                 f"--storage={shown}: there is no folder {hide_password(str(folder))}; create it"
             )
         return _open_journal(storage)
-    wait = {"timeout": 60} if storage.startswith("sqlite") else {}
-    options = {"connect_args": wait, "pool_pre_ping": True}
+    if storage.startswith("sqlite"):
+        # No pool: a file is opened quickly, and a connection of a pool would never be closed.
+        options = {"connect_args": {"timeout": 60}, "poolclass": sqlalchemy.pool.NullPool}
+    else:
+        options = {"pool_pre_ping": True}
     return optuna.storages.RDBStorage(storage, engine_kwargs=options)
 
 
@@ -240,7 +246,7 @@ def _is_entry(line: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def sentences() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Turns errors of a storage while trials run into one sentence."""
     try:
         yield

@@ -1,6 +1,8 @@
 """The language model: lamb's numbers, NumPy loops, dropout, chunked loss, gates, bad input."""
 
+import dataclasses
 import functools
+import math
 
 import flax
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from mogrifier_jax.nn import models, rnn, softmax
+from mogrifier_jax.nn import dropout, models, plans, stack
 from tests import golden, quick, reference
 
 V, H, E, T, B = 7, 5, 3, 6, 2
@@ -118,7 +120,7 @@ def masks(monkeypatch):
         drawn.setdefault(name, []).append(mask * np.float64(np.float32(1) / np.float32(1 - rate)))
         return jnp.asarray(mask)
 
-    monkeypatch.setattr(rnn, "keep_mask", keep_mask)
+    monkeypatch.setattr(dropout, "keep_mask", keep_mask)
     return drawn
 
 
@@ -195,7 +197,7 @@ def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, fl
 def test_dropped_share_and_scale_follow_the_rate():
     x = jnp.full((200, 50), 3.0)
     for rate in (0.1, 0.7):
-        dropped = np.asarray(quick.jit(rnn.dropout)(rate, x, jax.random.key(1)))
+        dropped = np.asarray(quick.jit(dropout.drop)(rate, x, jax.random.key(1)))
         kept = dropped != 0
         assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / x.size)
         np.testing.assert_allclose(dropped[kept], 3 / (1 - rate), rtol=1e-6)
@@ -207,17 +209,17 @@ def test_dropped_share_and_scale_follow_the_rate():
 @pytest.mark.parametrize("state_mask", ["window", "step"])
 def test_state_masks_are_one_for_a_window_or_one_for_a_step(state_mask):
     """h = tanh(1 + dropped previous h) shows what was dropped."""
-    stack = rnn.Stack(
+    module = stack.Stack(
         2, 40, cell="mogrifier_elman", cell_options=dict(rounds=0), state_mask=state_mask
     )
-    carry, xs = rnn.zero_carry(stack, B), np.zeros((4, B, 3), np.float32)
+    carry, xs = stack.zero_carry(module, B), np.zeros((4, B, 3), np.float32)
     gates = {"recurrent": np.eye(40)[:, None], "bias": np.ones((1, 40))}
     params = {
         f"layers_{index}": {"cell": {"gates": {**gates, "input": np.zeros((size, 1, 40))}}}
         for index, size in enumerate((3, 40))
     }
     params = jax.tree.map(np.float32, params)
-    apply = quick.jit(stack.apply)
+    apply = quick.jit(module.apply)
 
     def run(rate, seed):
         rngs = {"dropout": jax.random.key(seed)}
@@ -311,19 +313,28 @@ def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
     assert chunked == 5 * logits_of_a_step < steps * logits_of_a_step == whole
 
 
-def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(
-    monkeypatch, every_platform
-):
+def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(monkeypatch):
     vocab_size, steps = 101, 13
-    monkeypatch.setattr(softmax, "CPU_LOGITS", 5 * B * vocab_size)
+    make_plan = plans.make_softmax_plan
+
+    def make_plan_of_small_caches(platform, dtype):
+        plan = make_plan(platform, dtype)
+        if plan.logits_at_once == math.inf:
+            return plan
+        return dataclasses.replace(plan, logits_at_once=5 * B * vocab_size)
+
+    monkeypatch.setattr(plans, "make_softmax_plan", make_plan_of_small_caches)
     model = models.LanguageModel(vocab_size, H, H, 1, "lstm")
     inputs, targets = batch(steps)
     shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
-    traced = jax.jit(lambda params: nats(model, params, inputs, targets)[0]).trace(shapes)
-    text = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")}
-    chunk, whole = f"<{5 * B}x{vocab_size}xf32>", f"<{steps}x{B}x{vocab_size}xf32>"
-    assert chunk in text["cpu"] and whole not in text["cpu"]
-    assert whole in text["tpu"] and chunk not in text["tpu"]
+
+    def program(platform):
+        run = quick.on_platform(platform, lambda params: nats(model, params, inputs, targets)[0])
+        return str(jax.make_jaxpr(run)(shapes))
+
+    chunk, whole = f"f32[{5 * B},{vocab_size}]", f"f32[{steps},{B},{vocab_size}]"
+    assert chunk in program("cpu") and whole not in program("cpu")
+    assert whole in program("tpu") and chunk not in program("tpu")
 
 
 # States.

@@ -1,5 +1,6 @@
 """The fast path against the plain one: values, gradients, dtypes, and what is in the loops."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,11 +10,12 @@ import pytest
 from jax.extend import core
 
 from mogrifier_jax import partitioning
-from mogrifier_jax.nn import cells, layers, recurrence, rnn, taps
+from mogrifier_jax.nn import cells, layers, plans, rnn, taps
 from tests import quick, reference
 
 T, B, D, H = 6, 3, 4, 5
 LENGTHS = (6, 4, 5)
+PLATFORMS = ("cpu", "cuda", "tpu")
 # Switches that do not matter to the recurrence are left to the cells' own tests.
 VARIANTS = [
     name
@@ -173,23 +175,26 @@ def arrays(jaxpr):
             yield from arrays(inner)
 
 
-def gradient_program(cell, tree, **options):
+def gradient_program(cell, tree, on="cpu", devices=1, **options):
+    """The gradient as it is traced for a platform."""
     gradient = jax.grad(objective(rnn.RNN(cell, **options)), has_aux=True)
+    gradient = quick.on_platform(on, gradient, devices)
     return jax.make_jaxpr(gradient)(jax.tree.map(np.float32, tree), None, None).jaxpr
 
 
 def carried_sizes(jaxpr):
-    sizes = set()
-    for scan in scans(jaxpr):
-        first = scan.params["num_consts"]
-        carry = scan.invars[first : first + scan.params["num_carry"]]
-        sizes |= {variable.aval.size for variable in carry}
-    return sizes
+    """Sizes of what the scans of a program carry: results that have no axis of time."""
+    return {
+        result.aval.size
+        for scan in scans(jaxpr)
+        for result, of_step in zip(scan.outvars, scan.params["jaxpr"].out_avals, strict=True)
+        if result.aval.shape == of_step.shape
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "normed" not in name])
-def test_backward_scan_accumulates_no_weight_gradients(variant, every_platform):
+def test_backward_scan_accumulates_no_weight_gradients(variant):
     # Primes, so that a size tells what an array is.
     cell = make_cell(variant, hidden_size=13)
     tree, _, _ = problem(cell, input_size=11)
@@ -199,17 +204,18 @@ def test_backward_scan_accumulates_no_weight_gradients(variant, every_platform):
         if path[-1].key in ("kernel", "down", "up", "input", "recurrent")
     }
     state = tree[1].h.size
-    fast = carried_sizes(gradient_program(cell, tree))
     plain = carried_sizes(gradient_program(cell, tree, fast=False))
-    assert state in fast and state in plain
-    assert not matrices & fast
-    assert matrices <= plain
+    assert state in plain and matrices <= plain
+    for platform in PLATFORMS:
+        fast = carried_sizes(gradient_program(cell, tree, on=platform))
+        assert state in fast and not matrices & fast
 
 
-def test_remat_keeps_less(every_platform):
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_remat_keeps_less(platform):
     cell = make_cell("mogrifier low rank", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11, steps=64, batch=2)
-    program = functools.partial(gradient_program, cell, tree)
+    program = functools.partial(gradient_program, cell, tree, on=platform)
     whole, chunked = (max(arrays(program(**options))) for options in ({}, {"remat_window": 8}))
     gates = 64 * 2 * 4 * 13
     assert chunked < gates <= whole
@@ -262,7 +268,7 @@ def test_taps_and_logical_axes_know_every_matrix(variant):
     cell = make_cell(variant, hidden_size=6)
     declare = functools.partial(cell.init_with_output, input_size=D, method="weights")
     weights, variables = jax.eval_shape(declare, jax.random.key(0))
-    scanned, _ = jax.eval_shape(cells.hoist, weights)
+    scanned, _ = jax.eval_shape(cells.split_input_projection, weights)
     params = variables["params"]
     assert len(matrices_of(params)) == len(matrices_of(weights)) >= 2
     assert unknown_to_taps(weights) == unknown_to_taps(scanned) == []
@@ -279,41 +285,79 @@ def test_every_cell_has_a_variant():
     assert {name for name, _ in reference.VARIANTS.values()} == layers.CELLS.keys()
 
 
-def pretend(patch, platform):
-    """Lets a CPU run what another platform is given."""
+MANY = 2**30  # Bytes that no test has.
+# What platforms are given for windows of several sizes, in chunks that are short enough for T.
+TPU = plans.Plan(uninitialised_forward=MANY, uninitialised_backward=MANY, sum_by_matmul=True)
+PLANS = {
+    "default": plans.Plan(),
+    "small on a TPU": TPU,
+    "middle on a TPU": dataclasses.replace(
+        TPU,
+        uninitialised_backward=0,
+        round_before_cast=True,
+        recompute_thin_outputs=True,
+        backward_chunk=4,
+    ),
+    "large on a TPU": dataclasses.replace(
+        TPU,
+        uninitialised_backward=0,
+        round_before_cast=True,
+        recompute_thin_outputs=True,
+        stack_carries=True,
+    ),
+    "GPU": plans.Plan(factor_product_bytes=MANY, product_alignment=128, pack_results=True),
+}
 
-    def choose(*args, default, **ways):
-        return ways.get(platform, default)(*args)
 
-    patch.setattr(jax.lax, "platform_dependent", choose)
-
-
-def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid, chunked=(0, 2**30)):
-    """Gradients by what TPUs or GPUs are given; chunks have at most four steps."""
+def solve_by(plan, monkeypatch, variant, tree, keep, valid, dtype=jnp.float64):
+    """As `solve`, by a plan that this platform is not given."""
     cell = make_cell(variant, dtype=dtype, param_dtype=dtype)
-    with monkeypatch.context() as patch:
-        pretend(patch, platform)
-        patch.setattr(recurrence, "TPU_CHUNK", 4)
-        patch.setattr(recurrence, "TPU_CHUNKED", chunked)
-        if dtype == jnp.float64:
-            patch.setattr(recurrence, "TPU_OPERAND", dtype)
-            patch.setattr(recurrence, "rounded_on_tpus", lambda dtype: True)
+    with monkeypatch.context() as patch, jax.enable_x64(dtype == jnp.float64):
+        patch.setattr(plans, "make_plan", lambda platform, sizes: plan)
         gradient = jax.value_and_grad(objective(rnn.RNN(cell)), has_aux=True)
         return jax.device_get(quick.jit(gradient)(tree, keep, valid))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "platform, chunked",
-    [("tpu", (0, 2**30)), ("tpu", (2**30, 2**30)), ("tpu", (0, 0)), ("cuda", (0, 0))],
-)
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "mogrifier gru", "mlstm"])
-def test_the_way_back_of_every_platform_is_the_same(variant, platform, chunked, monkeypatch):
+def test_every_plan_gives_the_same_numbers(variant, name, monkeypatch):
     tree, keep, valid = problem(make_cell(variant))
-    run = functools.partial(solve_as, platform, monkeypatch, variant, jnp.float64)
-    with jax.enable_x64(True):
-        found = run(tree, keep, valid, chunked=chunked)
+    found = solve_by(PLANS[name], monkeypatch, variant, tree, keep, valid)
     assert_equal(found, solve(variant, tree, keep, valid))
+
+
+def test_every_field_of_a_plan_changes_the_program(monkeypatch):
+    """So none of them is forgotten; the values are those that some platform is given."""
+    cell = make_cell("mogrifier low rank", hidden_size=13)
+    tree, _, _ = problem(cell, input_size=11)
+
+    def program(**fields):
+        monkeypatch.setattr(plans, "make_plan", lambda platform, sizes: plans.Plan(**fields))
+        return str(gradient_program(cell, tree))
+
+    default = program()
+    assert program() == default
+    for fields in (
+        dict(rows_from_one=8),
+        dict(operands_forward=plans.BFLOAT16),
+        dict(operands_backward=plans.BFLOAT16),
+        dict(round_before_cast=True),
+        dict(uninitialised_forward=MANY),
+        dict(uninitialised_backward=MANY),
+        dict(stack_carries=True),
+        dict(recompute_thin_outputs=True),
+        dict(backward_chunk=3),
+        dict(factor_product_bytes=MANY),
+        dict(pack_results=True),
+        dict(sum_by_matmul=True),
+    ):
+        assert program(**fields) != default, fields
+    products = dict(factor_product_bytes=MANY)
+    assert program(**products, product_alignment=128) != program(**products)
+    cell = make_cell("lstm", hidden_size=13)
+    tree, _, _ = problem(cell, input_size=11)
+    assert program(project_inputs_in_step=True) != program()
 
 
 def rows(program):
@@ -323,18 +367,13 @@ def rows(program):
 
 
 @pytest.mark.parametrize(
-    "batch, shards, expected", [(1, 1, {8}), (2, 2, {16}), (3, 1, {3}), (2, 1, {2})]
+    "batch, devices, expected", [(1, 1, {8}), (2, 2, {16}), (3, 1, {3}), (2, 1, {2})]
 )
-def test_single_rows_of_a_device_are_padded_on_tpus(
-    batch, shards, expected, monkeypatch, every_platform
-):
+def test_single_rows_of_a_device_are_padded_on_tpus(batch, devices, expected):
     cell = make_cell("lstm", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11, batch=batch)
-    mesh = jax.sharding.AbstractMesh((shards, 1), ("data", "model"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert rows(gradient_program(cell, tree)) >= {batch}
-        pretend(monkeypatch, "tpu")
-        assert rows(gradient_program(cell, tree)) == expected
+    for platform, padded in (("cpu", {batch}), ("tpu", expected)):
+        assert rows(gradient_program(cell, tree, on=platform, devices=devices)) == padded
 
 
 @pytest.mark.slow
@@ -342,46 +381,30 @@ def test_single_rows_of_a_device_are_padded_on_tpus(
 def test_padded_rows_change_no_number(variant, monkeypatch):
     tree, keep, valid = problem(make_cell(variant), batch=1)
     expected = solve(variant, tree, keep, valid)
-    with jax.enable_x64(True):
-        run = functools.partial(solve_as, "tpu", monkeypatch, variant, jnp.float64)
+    run = functools.partial(solve_by, plans.Plan(rows_from_one=8), monkeypatch, variant)
+    assert_equal(run(tree, keep, valid), expected)
+    # Rows that stand elsewhere are not those that are taken out again.
+    pad = jnp.pad
+    monkeypatch.setattr(jnp, "pad", lambda a, widths: pad(a, [w[::-1] for w in widths]))
+    with pytest.raises(AssertionError):
         assert_equal(run(tree, keep, valid), expected)
-        # Rows that stand elsewhere are not those that are taken out again.
-        pad = jnp.pad
-        monkeypatch.setattr(jnp, "pad", lambda a, widths: pad(a, [w[::-1] for w in widths]))
-        with pytest.raises(AssertionError):
-            assert_equal(run(tree, keep, valid), expected)
 
 
 @pytest.mark.slow
-def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for(monkeypatch):
+def test_operands_are_bfloat16_on_tpus_unless_more_is_asked_for():
     variant = "mogrifier low rank"
     tree, keep, valid = problem(make_cell(variant))
     tree = jax.tree.map(np.float32, tree)
-    _, expected = quick.jit(
-        jax.value_and_grad(objective(rnn.RNN(make_cell(variant))), has_aux=True)
-    )(tree, keep, valid)
+    gradient = jax.value_and_grad(objective(rnn.RNN(make_cell(variant))), has_aux=True)
+    _, expected = quick.jit(gradient)(tree, keep, valid)
 
-    def distance(precision):
+    def distance(platform, precision):
         with jax.default_matmul_precision(precision):
-            found = solve_as("tpu", monkeypatch, variant, jnp.float32, tree, keep, valid)[1]
+            run = quick.jit(quick.on_platform(platform, gradient))
+            found = jax.device_get(run(tree, keep, valid)[1])
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
         return max(abs(a - b).max() / abs(b).max() for a, b in pairs)
 
-    assert distance("highest") < 1e-5
-    assert 1e-4 < distance("default") < 3e-2
-
-
-@pytest.mark.parametrize(
-    "variant, chunked",
-    [("lstm", False), ("mlstm", False), ("mogrifier", True), ("mogrifier low rank", True)],
-)
-def test_chunks_are_for_steps_in_which_inputs_go_through_a_map(variant, chunked, monkeypatch):
-    lengths, run = [], taps.scan_in_chunks
-    pretend(monkeypatch, "tpu")
-    monkeypatch.setattr(recurrence, "TPU_CHUNKED", (0, 2**30))
-    monkeypatch.setattr(taps, "scan_in_chunks", lambda *args: lengths.append(args[1]) or run(*args))
-    cell = make_cell(variant)
-    tree, keep, valid = problem(cell)
-    gradient = jax.grad(objective(rnn.RNN(cell)), has_aux=True)
-    jax.eval_shape(gradient, jax.tree.map(np.float32, tree), keep, valid)
-    assert lengths == [recurrence.TPU_CHUNK] * chunked
+    assert distance("tpu", "highest") < 1e-5
+    assert 1e-4 < distance("tpu", "default") < 3e-2
+    assert distance("cpu", "default") < 1e-6

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.nn import cells, layers, rnn
+from mogrifier_jax.nn import cells, layers, rnn, stack
 from tests import quick
 
 T, B, D, H = 5, 3, 4, 6
@@ -189,7 +189,7 @@ def test_bfloat16(name):
 
 
 @pytest.mark.slow
-def test_under_transformations(every_platform):
+def test_under_transformations(several_backends):
     """vmap over weights, nn.remat, unroll, chunks and the plain path: all the same."""
     cell = OURS["mogrifier_lstm"]()
     variables, xs = problem(cell)
@@ -245,7 +245,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("name", quick.mostly_slow(FORWARD, "jvp", "jit of jvp"))
-def test_forward_mode_ends_with_a_sentence(name, every_platform):
+def test_forward_mode_ends_with_a_sentence(name, several_backends):
     cell = OURS["elman"]()
     variables, xs = problem(cell)
     (error, words), push = FORWARD[name]
@@ -267,7 +267,7 @@ SECOND = {
     ("name", "remat_window"),
     [("jvp of grad", None), ("grad of grad", None), ("grad of grad", 2), ("hessian", 2)],
 )
-def test_second_derivatives_pass(name, remat_window, every_platform):
+def test_second_derivatives_pass(name, remat_window, several_backends):
     """Forward over reverse too: to float64 accuracy those of the plain path."""
     with jax.enable_x64(True):
         cell = OURS["mogrifier_lstm"](dtype=jnp.float64, param_dtype=jnp.float64)
@@ -323,12 +323,12 @@ def test_zoneout_keeps_the_state_in_training_and_its_mean_otherwise():
 
 
 def test_a_stack_draws_the_masks_of_its_cells_in_training_only():
-    stack = rnn.Stack(1, H, cell="lstm", cell_options={"zoneout": 0.5})
+    module = stack.Stack(1, H, cell="lstm", cell_options={"zoneout": 0.5})
     xs = np.random.default_rng(0).standard_normal((T, 300, D)).astype(np.float32)
-    variables = stack.init(jax.random.key(0), None, xs)
-    still = stack.apply(variables, None, xs)[1]
+    variables = module.init(jax.random.key(0), None, xs)
+    still = module.apply(variables, None, xs)[1]
     assert not (still[1:] == still[:-1]).any()
-    ys = stack.apply(variables, None, xs, rngs={"dropout": jax.random.key(3)})[1]
+    ys = module.apply(variables, None, xs, rngs={"dropout": jax.random.key(3)})[1]
     stays = ys[1:] == ys[:-1]
     np.testing.assert_allclose(stays.mean((1, 2)), 0.5, atol=0.06)
     assert not (stays[1:] == stays[:-1]).all()  # Each step has a mask of its own.

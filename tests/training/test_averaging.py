@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax.training import schedule
+from mogrifier_jax.training import averaging
 
 KINDS = ["none", "triggered", "two_tailed"]
 
@@ -25,7 +25,7 @@ def assert_mean_of(got, trajectory):
 
 
 def test_triggered_average_is_the_mean_since_the_start():
-    average = schedule.make_averaging("triggered")
+    average = averaging.make_averaging("triggered")
     update = jax.jit(average.update)
     trajectory = weights(9)
     state = average.init(trajectory[0])
@@ -47,7 +47,7 @@ def test_triggered_average_is_the_mean_since_the_start():
 
 
 def test_triggered_average_ignores_nan_before_the_start():
-    average = schedule.make_averaging("triggered")
+    average = averaging.make_averaging("triggered")
     params = weights(1)[0]
     bad = jax.tree.map(lambda x: x * jnp.nan, params)
     state = average.update(average.init(params), bad)
@@ -56,7 +56,7 @@ def test_triggered_average_ignores_nan_before_the_start():
 
 
 def test_two_tailed_averages_by_hand():
-    average = schedule.make_averaging("two_tailed")
+    average = averaging.make_averaging("two_tailed")
     update, after = jax.jit(average.update), jax.jit(average.after_evaluation)
     t = weights(12)
     state = average.init(t[0])
@@ -83,7 +83,7 @@ def test_two_tailed_averages_by_hand():
 
 
 def test_two_tailed_does_not_switch_to_nan():
-    average = schedule.make_averaging("two_tailed")
+    average = averaging.make_averaging("two_tailed")
     t = weights(4)
     state = average.update(average.init(t[0]), t[0])
     state = average.after_evaluation(state, 2.0, 2.0)
@@ -95,7 +95,7 @@ def test_two_tailed_does_not_switch_to_nan():
 @pytest.mark.parametrize("kind, copies", [("none", 0), ("triggered", 1), ("two_tailed", 2)])
 def test_memory(kind, copies):
     params = weights(1)[0]
-    state = schedule.make_averaging(kind).init(params)
+    state = averaging.make_averaging(kind).init(params)
     arrays = [x.size for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
     assert sum(arrays) == copies * 7
 
@@ -112,7 +112,7 @@ def turn(average, state, params, start, xe):
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacked_states_equal_single_ones(kind):
     """Trials with different decisions run side by side under one vmap."""
-    average = schedule.make_averaging(kind)
+    average = averaging.make_averaging(kind)
     starts, xes = jnp.array([True, False, True]), jnp.array([1.0, 2.0, -1.0])
     trajectories = [weights(5)[i : i + 3] for i in range(3)]
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
@@ -134,7 +134,7 @@ def test_stacked_states_equal_single_ones(kind):
 
 
 def test_none_is_the_raw_weights():
-    average = schedule.make_averaging("none")
+    average = averaging.make_averaging("none")
     params = weights(1)[0]
     state = average.start(average.update(average.init(params), params))
     assert state == () and average.value(state, params) is params

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy.exc
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, trials
+from mogrifier_jax.tuning import storages, studies, vizier_queue
 
 STUDY = studies.Study("one", {"x": studies.Range(-1.0, 1.0)})
 
@@ -182,7 +182,7 @@ def test_wrong_content_of_a_database_is_one_sentence(studied, tmp_path, edit, ki
     if not changed:
         return
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(errors.UsageError) as refused, storages.sentences():
+    with pytest.raises(errors.UsageError) as refused, storages.explain_errors():
         queue = open_queue(tmp_path, storage, target=3)
         queue.records()
         queue.ask(3)
@@ -209,14 +209,14 @@ def test_wrong_content_of_a_journal_is_one_sentence(tmp_path, name):
     content = path.read_bytes()
     assert JOURNAL_EDITS[name][0] in content
     path.write_bytes(content.replace(*JOURNAL_EDITS[name]))
-    with pytest.raises(errors.UsageError, match="copy") as refused, storages.sentences():
+    with pytest.raises(errors.UsageError, match="copy") as refused, storages.explain_errors():
         open_queue(tmp_path, str(path)).records()
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("storage", ["{}/u:SECRET@host/x.journal", "vizier://u:SECRET@localhost:1"])
 def test_no_message_has_a_password(tmp_path, storage, monkeypatch):
-    monkeypatch.setattr(trials.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vizier_queue.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.UsageError) as refused:
         open_queue(tmp_path, storage.format(tmp_path))
     assert "SECRET" not in str(refused.value) and "--storage" in str(refused.value)
@@ -231,8 +231,8 @@ def test_a_storage_that_fails_while_trials_run_is_one_sentence():
     failure = sqlalchemy.exc.OperationalError("INSERT", {}, OSError("disk is full"))
     with (
         pytest.raises(errors.UsageError, match="failed: disk is full; once it works again"),
-        storages.sentences(),
+        storages.explain_errors(),
     ):
         raise failure
-    with pytest.raises(KeyError), storages.sentences():  # Control: a bug keeps its traceback.
+    with pytest.raises(KeyError), storages.explain_errors():  # Control: a bug keeps its traceback.
         raise KeyError

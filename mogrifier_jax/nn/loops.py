@@ -1,0 +1,106 @@
+"""Loops that take the place of `lax.scan`: the same results, written to memory in another way."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mogrifier_jax.nn import plans
+
+# A nested structure of arrays.
+Tree = Any
+# (body, init, xs, *, reverse, unroll) -> (state, results), as `lax.scan`.
+# (state, x) -> (state, result)
+Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
+Loop = Callable[..., tuple[Tree, Tree]]
+
+
+def make(*, uninitialised: int = 0, pack: bool = False, chunk: int | None = None) -> Loop:
+    """A loop with these options of a plan; without any it is `lax.scan`."""
+    loop: Loop = jax.lax.scan
+    if uninitialised:
+        loop = functools.partial(scan_into_empty, most_bytes=uninitialised)
+    if pack:
+        loop = functools.partial(scan_packed, loop)
+    if chunk:
+        loop = functools.partial(scan_in_chunks, loop, chunk)
+    return loop
+
+
+def scan_into_empty(
+    body: Body,
+    init: Tree,
+    xs: Tree,
+    *,
+    most_bytes: int,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Tree, Tree]:
+    """Writes results into memory that is not filled with zeros first.
+
+    If a device would write more than `most_bytes`, it is `lax.scan` itself: XLA allocates the
+    memory long before the loop, and may take the fast memory for it.
+    """
+    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    if size // plans.devices_of_batch() > most_bytes:
+        return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
+
+    def write_in_place(carried: Tree, x: Tree) -> tuple[Tree, None]:
+        state, index, results = carried
+        state, result = body(state, x)
+        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        results = jax.tree.map(write, results, result)
+        return (state, index + (-1 if reverse else 1), results), None
+
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
+    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
+    carried, _ = jax.lax.scan(
+        write_in_place, (init, start, results), xs, reverse=reverse, unroll=unroll
+    )
+    return carried[0], carried[2]
+
+
+def scan_packed(loop: Loop, body: Body, init: Tree, xs: Tree, **options: Any) -> tuple[Tree, Tree]:
+    """Makes one array [B, N] of the results [B, ...] of a step, if all have the same dtype."""
+    structure: list[Any] = []
+
+    def packed_body(state: Tree, x: Tree) -> tuple[Tree, Tree]:
+        state, result = body(state, x)
+        leaves, treedef = jax.tree.flatten(result)
+        structure[:] = []
+        if len({leaf.dtype for leaf in leaves}) > 1:
+            return state, result
+        structure[:] = [treedef, [leaf.shape[1:] for leaf in leaves]]
+        return state, jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], 1)
+
+    state, results = loop(packed_body, init, xs, **options)
+    if not structure:
+        return state, results
+    treedef, shapes = structure
+    ends = [sum(map(math.prod, shapes[: i + 1])) for i in range(len(shapes) - 1)]
+    parts = jnp.split(results, ends, 2)
+    return state, treedef.unflatten(
+        part.reshape(*results.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)
+    )
+
+
+def scan_in_chunks(
+    loop: Loop,
+    most_steps: int,
+    body: Body,
+    init: Tree,
+    xs: Tree,
+    **options: Any,
+) -> tuple[Tree, Tree]:
+    """Runs in chunks, whose length divides T and is at most `most_steps`."""
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    length = max(n for n in range(1, most_steps + 1) if steps % n == 0)
+    chunks = jax.tree.map(lambda a: a.reshape(steps // length, length, *a.shape[1:]), xs)
+    run_chunk = functools.partial(loop, body, **options)
+    state, ys = jax.lax.scan(run_chunk, init, chunks, reverse=options.get("reverse", False))
+    return state, jax.tree.map(lambda a: a.reshape(steps, *a.shape[2:]), ys)

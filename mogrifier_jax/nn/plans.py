@@ -1,0 +1,243 @@
+"""Plans: everything that a platform, a dtype or a size wants done differently.
+
+The equations are in `recurrence.py` and `softmax.py`, which name no platform. All plans compute the
+same numbers, with one exception: for float32 at JAX's default precision, a TPU rounds the operands
+of matmuls to bfloat16 anyway, so its plan stores them in bfloat16. Every other platform has to be
+kept from that plan.
+
+Each field of a plan names the number that earns it its place; docs/performance.md has the tables.
+Numbers of TPUs are XLA's estimates for a v5e, at the time when the field was introduced. To remove
+a field, delete it here and where `plan.<field>` is read.
+
+Which platform a program will run on is not known from tracing alone, because `jit` may place it on
+any device of the process. `follow` therefore traces one plan if
+
+1. an operand has a `NamedSharding`: its type then names the mesh, the mesh its kind of device, and
+   JAX refuses to run the program elsewhere. Training and preflight give all arrays one, and so
+   does evaluation on a mesh.
+2. a mesh is set by `jax.set_mesh`, which JAX holds the program to as well, or by
+   `jax.sharding.use_abstract_mesh`, by which the caller vouches for it.
+3. the process has one backend, which is the CPU where there is no accelerator.
+
+Otherwise (an accelerator is present, and the arrays are placed on single devices, be it the
+accelerator or the CPU) the plans that differ are all traced, and `lax.platform_dependent` takes the
+right one when the program is lowered. A program that is exported for a platform other than those of
+the process follows the CPU's plan, which is right everywhere, unless 1 or 2 name the platform. What
+they name is believed, so arrays of a TPU's mesh exported for CPUs compute there as on a TPU.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import backend
+
+MIB = 2**20
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+AnyPlan = TypeVar("AnyPlan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one window of a layer is computed; the defaults are right for any platform."""
+
+    # CPUs: each step projects its own input and stores one sum of both projections. Projecting all
+    # inputs at once writes [T, B, 4H] once and reads it twice: 438 ms instead of 402 for the
+    # gradient of a layer of H 512. On a v5e the sum would cost: 10.00 ms instead of 7.91.
+    project_inputs_in_step: bool = False
+    # TPUs: rows to make of each row of the batch. Matrix units are not used for a single row, and
+    # take as long for eight as for one: 35.5 ms instead of 367 for a layer of the size of enwik8.
+    rows_from_one: int = 1
+    # TPUs: the dtype in which operands of matmuls are stored; None is the dtype of the matmuls. A
+    # layer of H 1024 (B 64, T 128, r = 5) took 21.40 ms instead of 22.98 by them alone. With the
+    # fields below it took 15.14 ms, and 19.65 without the first of the two.
+    operands_forward: np.dtype | None = None
+    operands_backward: np.dtype | None = None
+    # TPUs: round what goes into large maps, but cast it only within their matmul. It saves 2,000
+    # cycles for each of two rounds and each step of enwik8. PTB would take 18.0 ms instead of 17.2.
+    round_before_cast: bool = False
+    # TPUs: loops whose results have at most this many bytes on a device write into memory that is
+    # not filled with zeros first: 44.2 ms instead of 48.6 for a layer of the size of enwik8. In a
+    # whole step XLA allocates larger ones too early: enwik8 took 642 ms instead of 385.
+    uninitialised_forward: int = 0
+    uninitialised_backward: int = 0
+    # TPUs: store the parts of the carry as one array, which is too large for the fast memory and
+    # leaves it to the weights. With 32 rows of enwik8, a window of h took the room of the weights:
+    # their matmul took 129,000 cycles instead of 16,400, and the layer 103 ms.
+    stack_carries: bool = False
+    # TPUs: compute the outputs of thin maps in each step of the backward loop, not for all steps
+    # before it: 19.59 ms instead of 21.40 for a layer of H 1024.
+    recompute_thin_outputs: bool = False
+    # TPUs: run the backward loop in chunks of at most this many steps, which fit into the fast
+    # memory: 14.75 ms instead of 19.58 for a layer of H 1024. Smaller and larger windows lose: 1.77
+    # instead of 1.56 ms for H 256, and 431 instead of 385 ms for a step of enwik8.
+    backward_chunk: int | None = None
+    # GPUs: multiply the thin factors of a map before the loop if their product has at most this
+    # many bytes. Two factors take five kernels in each step of PTB, their product one.
+    factor_product_bytes: int = 0
+    # GPUs: fill the inner axis of such a product up to a multiple of this. Otherwise XLA would add
+    # the zeros in every step.
+    product_alignment: int = 1
+    # GPUs: a step writes all its results as one array, because each write is a kernel that takes
+    # longer to start than to run. An LSTM, which writes two, would lose: 6.01 ms instead of 5.96.
+    pack_results: bool = False
+    # TPUs: sum gradients of biases as a matmul by ones, because matrix units do it faster than
+    # vector units: it saves 1.4M cycles in a step of PTB.
+    sum_by_matmul: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxPlan:
+    """How nats are computed from the outputs of a stack, and how they are differentiated."""
+
+    # CPUs: the most logits at a time, and whether time and batch become one axis. 4 million logits
+    # have 16 MB, which a cache holds: 152 ms instead of 303 for 2,240 tokens and 10,001 words.
+    logits_at_once: float = math.inf
+    flatten: bool = False
+    # TPUs: the dtype of the logits' gradient in its matmuls, and whether the gradient of the
+    # embeddings keeps their layout and is made before the backward loops: 17.17 ms instead of 18.72
+    # for a step of PTB.
+    operands_backward: np.dtype | None = None
+    keep_embedding_layout: bool = False
+    sum_by_matmul: bool = False  # As in `Plan`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the plan of a window depends on beside the platform."""
+
+    dtype: np.dtype  # Of the matmuls.
+    steps: int
+    rows: int  # Of the batch on all devices.
+    large_outputs: int  # Features of the outputs of all maps with one matrix, together.
+    num_maps: int
+    maps_read_inputs: bool  # Whether there are maps of x, and not only of h.
+    projects_inputs: bool  # Whether x is projected before the step.
+    carry_parts_alike: bool  # Whether the carry has several parts, of the same shape and dtype.
+
+
+def make_plan(platform: str, sizes: Sizes) -> Plan:
+    """The plan of a window on a platform, by the name it has in `lax.platform_dependent`."""
+    if platform == "cpu":
+        return Plan(project_inputs_in_step=sizes.projects_inputs)
+    if platform == "cuda" and sizes.maps_read_inputs:
+        return Plan(factor_product_bytes=16 * MIB, product_alignment=128, pack_results=True)
+    if platform == "tpu":
+        return _make_tpu_plan(sizes)
+    return Plan()
+
+
+def _make_tpu_plan(sizes: Sizes) -> Plan:
+    devices = devices_of_batch()
+    rows_from_one = 8 if sizes.rows == devices else 1
+    plan = Plan(rows_from_one=rows_from_one, sum_by_matmul=True)
+    if not tpus_round(sizes.dtype):
+        return plan
+    rows = sizes.rows * rows_from_one
+    plan = dataclasses.replace(plan, operands_forward=BFLOAT16, uninitialised_forward=128 * MIB)
+    # The outputs of large maps that a device stores for the backward pass.
+    stored = sizes.steps * rows * sizes.large_outputs * sizes.dtype.itemsize // devices
+    large, larger = stored > 64 * MIB, stored > 128 * MIB
+    if sizes.maps_read_inputs:
+        return dataclasses.replace(
+            plan,
+            operands_backward=BFLOAT16,
+            uninitialised_backward=0 if large else 128 * MIB,
+            round_before_cast=large,
+            recompute_thin_outputs=large,
+            stack_carries=larger and sizes.carry_parts_alike,
+            backward_chunk=16 if large and not larger else None,
+        )
+    if sizes.num_maps > 1:
+        return dataclasses.replace(
+            plan, operands_backward=BFLOAT16, uninitialised_backward=128 * MIB
+        )
+    return plan  # Backward, a single map of h gained nothing from either.
+
+
+def make_softmax_plan(platform: str, dtype: np.dtype) -> SoftmaxPlan:
+    """The plan of a softmax whose matmuls have this dtype."""
+    if platform == "cpu":
+        return SoftmaxPlan(logits_at_once=1 << 22, flatten=True)
+    if platform == "tpu":
+        rounds = tpus_round(dtype)
+        return SoftmaxPlan(
+            operands_backward=BFLOAT16 if rounds else None,
+            keep_embedding_layout=rounds,
+            sum_by_matmul=True,
+        )
+    return SoftmaxPlan()
+
+
+def tpus_round(dtype: np.dtype) -> bool:
+    """Whether a TPU rounds the operands of a matmul: float32 at JAX's default precision."""
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return dtype == np.float32 and precision in (None, "default", "fastest", "bfloat16")
+
+
+def devices_of_batch() -> int:
+    """How many devices share the batch; 1 if no mesh is set."""
+    return jax.sharding.get_abstract_mesh().shape.get("data", 1)
+
+
+def follow(make: Callable[[str], AnyPlan], compute: Callable[..., Any], *operands: Any) -> Any:
+    """Returns `compute(plan, *operands)` by the plan of the platform that it will run on.
+
+    Args:
+      make: the plan of a platform.
+      operands: trees of arrays, whose shardings may tell the platform (see above).
+    """
+    plans = {platform: make(platform) for platform in platforms(operands)}
+    default = plans.get("cpu", next(iter(plans.values())))
+    others = {
+        platform: functools.partial(compute, plan)
+        for platform, plan in plans.items()
+        if plan != default
+    }
+    compute_default = functools.partial(compute, default)
+    if not others:
+        return compute_default(*operands)
+    return jax.lax.platform_dependent(*operands, **others, default=compute_default)
+
+
+def platforms(operands: Any) -> tuple[str, ...]:
+    """The platforms that a program with these operands may run on; one if it is known."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(operands)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    devices = {mesh.abstract_device for mesh in meshes} - {None}
+    present = tuple(backend.backends())
+    named = {_lowering_name(device.platform, present) for device in devices}
+    return tuple(sorted(named)) or present
+
+
+def _lowering_name(platform: str, present: tuple[str, ...]) -> str:
+    """The name that `lax.platform_dependent` has for the platform of a device."""
+    if platform != "gpu":
+        return platform
+    return "rocm" if "rocm" in present else "cuda"
+
+
+@contextlib.contextmanager
+def of_no_platform() -> Iterator[None]:
+    """Within, operands without a sharding get the default plan, which adds no work of its own."""
+    with jax.sharding.use_abstract_mesh(abstract_mesh("none")):
+        yield
+
+
+def abstract_mesh(platform: str, devices: int = 1) -> jax.sharding.AbstractMesh:
+    """A mesh of devices of a platform that need not be here; they share the batch."""
+    return jax.sharding.AbstractMesh(
+        (devices, 1),
+        ("data", "model"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        abstract_device=jax.sharding.AbstractDevice(
+            device_kind=platform, num_cores=None, platform=platform
+        ),
+    )

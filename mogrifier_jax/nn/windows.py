@@ -1,0 +1,127 @@
+"""Runs a cell over a window: by the plan of its platform, in chunks if memory is short.
+
+Axes: T time, B batch, H hidden features. `recurrence.py` has the algorithm, `plans.py` the plans.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mogrifier_jax.nn import cells, plans, recurrence, taps
+
+
+def scan(
+    step: recurrence.Step,
+    params: cells.Params,
+    carry: cells.State,
+    xs: jax.Array,
+    masks: recurrence.Masks,
+    *,
+    dtype: Any,
+    input_map: cells.Params | None = None,
+    remat_window: int | None = None,
+    unroll: int = 1,
+) -> tuple[cells.State, jax.Array]:
+    """Runs `step` over the leading axis of xs and scanned masks; returns (carry, hs [T, B, H]).
+
+    Args:
+      params: a tree in the storage dtype. Leaves with two or more axes are matrices; the step uses
+        them only in `cells.project` and `cells.affine`. A `bias` belongs to the matrix beside it.
+      dtype: the dtype of the matmuls.
+      input_map: {"input", "bias"}, a map to apply to x before the step, or None.
+      remat_window: keep the carry only once in this many steps, and compute the rest again.
+    """
+    run = functools.partial(_run_window, step, jnp.dtype(dtype), unroll)
+    steps = xs.shape[0]
+    if remat_window is None or remat_window >= steps:
+        return run(params, input_map, carry, xs, masks)
+
+    @jax.checkpoint
+    def run_chunk(
+        carry: cells.State, chunk: tuple[jax.Array, recurrence.Arrays]
+    ) -> tuple[cells.State, jax.Array]:
+        xs, scanned = chunk
+        return run(params, input_map, carry, xs, masks._replace(scanned=scanned))
+
+    whole = steps - steps % remat_window
+    chunks = jax.tree.map(
+        lambda a: a[:whole].reshape(whole // remat_window, remat_window, *a.shape[1:]),
+        (xs, masks.scanned),
+    )
+    carry, hs = jax.lax.scan(run_chunk, carry, chunks)
+    hs = hs.reshape(whole, *hs.shape[2:])
+    if whole < steps:
+        rest = jax.tree.map(lambda a: a[whole:], (xs, masks.scanned))
+        carry, rest_of_hs = run_chunk(carry, rest)
+        hs = jnp.concatenate([hs, rest_of_hs])
+    return carry, hs
+
+
+def _run_window(
+    step: recurrence.Step, dtype: np.dtype, unroll: int, *operands: Any
+) -> tuple[cells.State, jax.Array]:
+    """Runs a window by its plan; operands are (params, input_map, carry, xs, masks)."""
+    params, input_map, carry, xs, _ = operands
+    maps = taps.Taps(params, dtype)
+    sizes = plans.Sizes(
+        dtype=dtype,
+        steps=xs.shape[0],
+        rows=xs.shape[1],
+        large_outputs=sum(
+            math.prod(matrices[0].shape[1:])
+            for name, matrices in maps.maps.items()
+            if not maps.is_thin(name)
+        ),
+        num_maps=len(maps.maps),
+        maps_read_inputs=maps.read_inputs,
+        projects_inputs=input_map is not None,
+        carry_parts_alike=len(carry) > 1 and len({(a.shape, a.dtype) for a in carry}) == 1,
+    )
+
+    def run(plan: plans.Plan, *operands: Any) -> tuple[cells.State, jax.Array]:
+        setting = recurrence.Setting(step, dtype, unroll, plan)
+        if plan.rows_from_one > 1:
+            return _run_with_padded_rows(setting, *operands)
+        return recurrence.scan(setting, *operands)
+
+    return plans.follow(lambda platform: plans.make_plan(platform, sizes), run, *operands)
+
+
+def _run_with_padded_rows(
+    setting: recurrence.Setting,
+    params: cells.Params,
+    input_map: cells.Params | None,
+    carry: cells.State,
+    xs: jax.Array,
+    masks: recurrence.Masks,
+) -> tuple[cells.State, jax.Array]:
+    """Runs a window with several rows for each row, of which all but the first are zeros."""
+    factor = setting.plan.rows_from_one
+
+    def pad(a: jax.Array, axis: int) -> jax.Array:
+        if a.ndim <= axis:  # One number for all rows.
+            return a
+        # New rows go beside each row, so that each row stays on its device.
+        widths = [(0, 0)] * (a.ndim + 1)
+        widths[axis + 1] = (0, factor - 1)
+        a = jnp.pad(jnp.expand_dims(a, axis + 1), widths)
+        return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+
+    pad_rows, pad_rows_of_steps = (functools.partial(pad, axis=axis) for axis in (0, 1))
+    padded_masks = recurrence.Masks(
+        scanned=jax.tree.map(pad_rows_of_steps, masks.scanned),
+        constant=jax.tree.map(pad_rows, masks.constant),
+    )
+    carry, hs = recurrence.scan(
+        setting,
+        params,
+        input_map,
+        jax.tree.map(pad_rows, carry),
+        pad_rows_of_steps(xs),
+        padded_masks,
+    )
+    return jax.tree.map(lambda a: a[::factor], carry), hs[:, ::factor]
