@@ -271,6 +271,54 @@ class MLSTMCell(MogrifierLSTMCell):
         return {"input": draw(keys[0], input_size), "recurrent": draw(keys[1], self.hidden_size)}
 
 
+class RewiredLSTMCell(Cell):
+    """Rewired LSTM (arXiv:2211.01848) whose x and h gate each other first; 0 rounds: without that.
+
+    The forget gate reads the proposed update i ⊙ j and h, and the output gate reads the new c.
+
+    >>> cell = RewiredLSTMCell(hidden_size=8, rounds=5, rank=3)
+    >>> init = jax.jit(nn.RNN(cell).init_with_output)
+    >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))
+    >>> variables["params"]["cell"]["forget"]["kernel"].shape
+    (16, 8)
+    """
+
+    rounds: int = 5
+    forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
+
+    num_gates = 2  # The blocks are i and j; the other gates have matrices of their own.
+
+    @property
+    def cell(self) -> Callable:
+        """`cells.rewired_lstm` with the option of this cell."""
+        return functools.partial(cells.rewired_lstm, zigzag=self.zigzag)
+
+    def initialize_carry(
+        self, rng: jax.Array | None, input_shape: tuple[int, ...]
+    ) -> cells.LSTMCarry:
+        """The zero carry for inputs of this shape; `rng` is not used."""
+        h = super().initialize_carry(rng, input_shape).h
+        return cells.LSTMCarry(cells.widen(h), h)
+
+    @nn.compact
+    def weights(self, input_size: int) -> dict[str, Any]:
+        """Declares the parameters; returns them in the form `cells` reads."""
+        params = super().weights(input_size)
+        hidden = self.hidden_size
+        # The rows of the forget gate's matrix are those of i ⊙ j, then those of h.
+        params["forget"] = self.param("forget", self.init_gate, 2 * hidden, self.forget_bias)
+        params["output"] = self.param("output", self.init_gate, hidden, 0.0)
+        return params
+
+    def init_gate(self, key: jax.Array, size: int, mean: float) -> dict[str, jax.Array]:
+        """Draws a gate that reads states of `size` units; each unit's matrix is drawn by H."""
+        of_kernel, of_bias = jax.random.split(key)
+        hidden, dtype = self.hidden_size, self.param_dtype
+        draw = truncated_normal(hidden, self.init_factor)
+        bias = truncated_normal(hidden, self.init_factor, mean)(of_bias, (hidden,), dtype)
+        return {"kernel": draw(of_kernel, (size, hidden), dtype), "bias": bias}
+
+
 class MogrifierGRUCell(Cell):
     """GRU whose x and h gate each other first; with 0 rounds it is `nn.GRUCell`.
 
@@ -319,6 +367,7 @@ CELLS: dict[str, Callable[..., Cell]] = {
     "mogrifier_lstm": MogrifierLSTMCell,
     "mogrifier_no_zigzag": functools.partial(MogrifierLSTMCell, zigzag=False),
     "mlstm": MLSTMCell,
+    "rewired_lstm": RewiredLSTMCell,
     "mogrifier_gru": MogrifierGRUCell,
     "mogrifier_elman": MogrifierElmanCell,
 }

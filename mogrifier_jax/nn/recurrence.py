@@ -327,7 +327,8 @@ def _pull(
             if name not in outputs:
                 y = made.apply(name, x, made.maps)
                 outputs[name] = y if addend is None or not summed else y + addend
-            return outputs[name]
+            # Later maps of the step may read what this sum becomes.
+            return outputs[name] if addend is None or summed else outputs[name] + addend
 
         step(made.replace(recall), carry, x, **extras, **constant)
         return inputs, outputs

@@ -99,6 +99,7 @@ def test_fast_path_equals_plain_path(variant):
         ("mogrifier gru", {"remat_window": 2}),
         ("mogrifier gru", {"remat_window": 4}),
         ("mlstm", {"remat_window": 5}),
+        ("rewired", {"remat_window": 4, "unroll": 2}),
     ],
 )
 def test_chunks_and_unrolling_change_nothing(variant, options):
@@ -108,7 +109,7 @@ def test_chunks_and_unrolling_change_nothing(variant, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["mlstm", "mogrifier"])
+@pytest.mark.parametrize("variant", ["mlstm", "mogrifier", "rewired"])
 def test_one_mask_for_the_window_is_the_same_mask_at_each_step(variant):
     tree, keep, valid = problem(make_cell(variant))
     repeated = np.broadcast_to(keep[0], keep.shape)
@@ -133,7 +134,10 @@ def test_two_windows_equal_one_long_window():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, fast",
-    [(name, True) for name in ("lstm", "mogrifier all", "mlstm", "mogrifier gru")]
+    [
+        (name, True)
+        for name in ("lstm", "mogrifier all", "mlstm", "mogrifier gru", "mogrifier rewired")
+    ]
     + [("mogrifier all", False)],
 )
 def test_bfloat16_is_close_and_keeps_c_and_gradients_in_float32(variant, fast, strict_dtypes):
@@ -307,7 +311,13 @@ def solve_as(platform, monkeypatch, variant, dtype, tree, keep, valid, chunked=(
     "platform, chunked",
     [("tpu", (0, 2**30)), ("tpu", (2**30, 2**30)), ("tpu", (0, 0)), ("cuda", (0, 0))],
 )
-@pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "mogrifier gru", "mlstm"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("lstm", "mogrifier low rank", "mogrifier gru", "mlstm"),
+        *("rewired", "mogrifier rewired low rank"),
+    ],
+)
 def test_the_way_back_of_every_platform_is_the_same(variant, platform, chunked, monkeypatch):
     tree, keep, valid = problem(make_cell(variant))
     run = functools.partial(solve_as, platform, monkeypatch, variant, jnp.float64)
