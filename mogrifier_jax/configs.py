@@ -173,6 +173,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
 # lamb's choices where they are not the defaults.
 LAMB = dict(data=dict(drop_state_probability=0.01), optimizer=dict(accumulate_reduce="sum"))
 UNGATED = dict(model=dict(rounds=0, rank=0))
+REWIRED = dict(model=dict(cell="rewired_lstm"))  # The Mogrifier RLSTM, if there are rounds.
 TINY = dict(  # A smoke run.
     data=dict(batch_size=32, window=16),
     model=dict(hidden_size=16, rank=4),
@@ -319,6 +320,10 @@ class Set(NamedTuple):
 
 
 MODELS = Set("LSTM and Mogrifier", [Row("lstm", "LSTM"), Row("mogrifier", "Mogrifier")])
+REWIRED_MODELS = Set(
+    "Mogrifier and Mogrifier RLSTM",
+    [Row("mogrifier", "Mogrifier"), Row("rlstm", "Mogrifier RLSTM")],
+)
 
 
 def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:

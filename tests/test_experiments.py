@@ -24,7 +24,7 @@ RESOLVED = json.loads(resolved_configs.PATH.read_text())
 CELLS = ("mogrifier", "lstm")
 VARIANTS = {
     "pydoc.py": (CELLS, ("", "tiny")),
-    "ptb.py": (CELLS, ("", "small", "tiny")),
+    "ptb.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
     "ptb_char.py": (CELLS, ("", "tiny")),
     "wikitext2.py": (CELLS, ("", "tiny")),
     "mwc.py": (CELLS, ("en", "fi"), ("", "tiny")),
@@ -88,7 +88,8 @@ def test_builds_locked_and_complete(name):
     # The average is on before the end, whatever the curve.
     assert 0 < rules.averaging_at_the_latest < rules.turns
     assert config.data.batch_size % config.optimizer.accumulate == 0
-    assert (config.model.rounds == 0) == ("lstm" in name)
+    assert (config.model.rounds == 0) == (":lstm" in name)
+    assert (config.model.cell == "rewired_lstm") == ("rlstm" in name)
     if "tiny" in name:
         assert rules.turns * rules.steps_per_turn == 8 and config.model.hidden_size == 16
     else:
@@ -144,11 +145,15 @@ def test_hidden_sizes_are_the_published_ones(name):
 
 def test_all_published_files_are_covered():
     assert len(TUNED) == 13
-    without_tiny = {name.rstrip(":") for name in ALL if "tiny" not in name and "small" not in name}
+    ours = ("tiny", "small", "rlstm")
+    without_tiny = {name.rstrip(":") for name in ALL if not any(word in name for word in ours)}
     assert len(without_tiny) == 13 + 1 + 2  # PTB characters' LSTM, and pydoc.
 
 
-@pytest.mark.parametrize("name, expected", [("ptb_char.py:lstm", 1221), ("ptb.py:small", 84)])
+@pytest.mark.parametrize(
+    "name, expected",
+    [("ptb_char.py:lstm", 1221), ("ptb.py:small", 84), ("ptb.py:rlstm,small", 86)],
+)
 def test_sizes_without_a_published_file(name, expected):
     assert hidden_size(get_config(name), {"ptb_char.py:lstm": 51}.get(name, 10_001)) == expected
 
@@ -176,6 +181,8 @@ def test_models_of_a_comparison_differ_only_in_what_was_tuned():
     gates = ("model.rounds", "model.rank")
     assert not configs.differences(mogrifier, lstm, ignore=gates)
     assert (lstm.model.rounds, lstm.model.rank) == (0, 0)
+    rewired = get_config("ptb.py:rlstm,small")
+    assert not configs.differences(mogrifier, rewired, ignore=("model.cell",))
     tokens = mogrifier.data.batch_size * mogrifier.data.window * mogrifier.schedule.steps_per_turn
     assert tokens == pytest.approx(929_589, rel=0.001)  # A turn is one pass.
     mogrifier, lstm = get_config("pydoc.py"), get_config("pydoc.py:lstm")
