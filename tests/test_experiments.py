@@ -25,10 +25,10 @@ CELLS = ("mogrifier", "lstm")
 VARIANTS = {
     "pydoc.py": (CELLS, ("", "tiny")),
     "ptb.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
-    "ptb_char.py": (CELLS, ("", "tiny")),
-    "wikitext2.py": (CELLS, ("", "tiny")),
+    "ptb_char.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
+    "wikitext2.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
     "mwc.py": (CELLS, ("en", "fi"), ("", "tiny")),
-    "enwik8.py": (CELLS, ("96m", "48m"), ("", "tiny")),
+    "enwik8.py": ((*CELLS, "rlstm"), ("96m", "48m"), ("", "small", "tiny")),
 }
 ALL = [
     f"{name}:{','.join(filter(None, choice))}"
@@ -248,7 +248,7 @@ def test_overrides_reach_every_kind_of_key(monkeypatch):
 @pytest.mark.parametrize(
     "variant, message",
     [
-        ("49m", "variant '49m' is unknown: this experiment has mogrifier, lstm, 96m, 48m, tiny"),
+        ("49m", "variant '49m' is unknown: this experiment has mogrifier, lstm, rlstm, 96m, "),
         ("lstm,mogrifier", "mogrifier and lstm exclude each other"),
         ("tiny,96m,48m", "96m and 48m exclude each other"),
     ],
