@@ -128,6 +128,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "state": RATE,  # On the previous h as the gates read it.
         "output": RATE,  # On the output of the layers,
         "downprojected": RATE._replace(default=None),  # and after a projection; None: the same.
+        "cell_output": RATE,  # On the output of each layer, before the layers are added up.
     },
     "optimizer": {
         "name": Key(str, "adam", choices="training.steps.OPTIMIZERS"),

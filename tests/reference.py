@@ -181,6 +181,8 @@ def stack(model, params, state, xs, lengths=None, masks=None):
         )
         after.append(last)
         gates.append(seen)
+        if "cell_output" in masks:
+            ys = ys * masks["cell_output"][index]
         outputs.append(outputs[-1] + ys if model.output == "residual" and index else ys)
         xs = outputs[-1]
     return after, sum(outputs) if model.output == "sum" else outputs[-1], gates

@@ -261,6 +261,7 @@ class Dropout(NamedTuple):
     state: Any = None  # Of the previous h that the gates read.
     output: Any = None  # Of the output of the stack.
     downprojected: Any = None  # Of the softmax's projection of that output.
+    cell_output: Any = None  # Of the output of each layer, before layers are added up.
 
 
 NO_DROPOUT = Dropout()
@@ -366,7 +367,7 @@ class Stack(nn.Module):
                 mask = state_mask(rates.state, shape, self.make_rng("dropout"))
             return layer.window(carry, xs, **mask, valid=valid, train=self.has_rng("dropout"))
 
-        carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
+        carry, total, _ = self.run_layers(run, carry, xs, rates)
         return carry, total
 
     def gates(self, carry: tuple[Any, ...] | None, xs: jax.Array) -> tuple[Any, list[cells.Gates]]:
@@ -374,8 +375,8 @@ class Stack(nn.Module):
         carry, _, found = self.run_layers(RNN.gates, carry, xs)
         return carry, [gates for (gates,) in found]
 
-    def run_layers(self, run, carry, xs, rate=None):
-        """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
+    def run_layers(self, run, carry, xs, rates=NO_DROPOUT):
+        """Calls `run(layer, carry, xs)` for each layer, with dropout of what it reads and returns.
 
         Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
         Without a carry it starts from the initial one.
@@ -388,9 +389,11 @@ class Stack(nn.Module):
         )
         carries, others, total = [], [], None
         for index, layer in enumerate(self.layers):
-            if index and rate is not None:
-                xs = dropout(rate, xs, self.make_rng("dropout"))
+            if index and rates.inter_layer is not None:
+                xs = dropout(rates.inter_layer, xs, self.make_rng("dropout"))
             last, hs, *other = run(layer, carry[index], xs)
+            if rates.cell_output is not None:
+                hs = dropout(rates.cell_output, hs, self.make_rng("dropout"))
             carries.append(last)
             others.append(other)
             xs = total + hs if self.output == "residual" and index else hs
