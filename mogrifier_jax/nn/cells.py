@@ -36,6 +36,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "init_factor": (1e-9, 1e3),
     "cell_clip": (1e-9, 1e6),
     "forget_bias": (-1e3, 1e3),
+    "chrono_max": (2.0, 1e9),
     "zoneout": (0.0, 1.0),
 }
 

@@ -26,6 +26,18 @@ def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callab
     return lambda key, shape, dtype: mean + draw(key, shape, dtype)
 
 
+def chrono(longest: float) -> Callable:
+    """Chrono initialisation (arXiv:1804.11188) of forget biases: ln u, u uniform in [1, T - 1).
+
+    A gate with such a bias forgets in the course of u steps, so memories last up to T = `longest`.
+    """
+
+    def draw(key, shape, dtype):
+        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, max(1.0, longest - 1.0)))
+
+    return draw
+
+
 class Cell(nn.RNNCellBase):
     """The base class of all cells: rounds of gating, parameters, carry."""
 
@@ -166,6 +178,7 @@ class MogrifierLSTMCell(Cell):
     layer_norm: bool = False
     cell_clip: float | None = None
     forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
+    chrono_max: float | None = None  # Draw that bias by `chrono` instead: the longest memory.
     gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
     zoneout: float = 0.0  # The probability that an element of c or h stays as it was, in training.
 
@@ -211,6 +224,9 @@ class MogrifierLSTMCell(Cell):
         """As the base class; also shifts the forget gate's bias, and knows the variants."""
         params = super().init_gates(key, input_size)
         bias = params.pop("bias").at[2].add(self.forget_bias)
+        if self.chrono_max is not None:
+            draw, of_forget = chrono(self.chrono_max), jax.random.fold_in(key, 3)
+            bias = bias.at[2].set(draw(of_forget, bias.shape[1:], bias.dtype))
         if self.layer_norm:
             ones = jnp.ones_like(bias)
             return {**params, "input_gain": ones, "recurrent_gain": ones, "shift": bias}
@@ -285,6 +301,7 @@ class RewiredLSTMCell(Cell):
 
     rounds: int = 5
     forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
+    chrono_max: float | None = None  # Draw that bias by `chrono` instead: the longest memory.
 
     num_gates = 2  # The blocks are i and j; the other gates have matrices of their own.
 
@@ -306,17 +323,23 @@ class RewiredLSTMCell(Cell):
         params = super().weights(input_size)
         hidden = self.hidden_size
         # The rows of the forget gate's matrix are those of i ⊙ j, then those of h.
-        params["forget"] = self.param("forget", self.init_gate, 2 * hidden, self.forget_bias)
-        params["output"] = self.param("output", self.init_gate, hidden, 0.0)
+        forget = truncated_normal(hidden, self.init_factor, self.forget_bias)
+        if self.chrono_max is not None:
+            forget = chrono(self.chrono_max)
+        output = truncated_normal(hidden, self.init_factor)
+        params["forget"] = self.param("forget", self.init_gate, 2 * hidden, forget)
+        params["output"] = self.param("output", self.init_gate, hidden, output)
         return params
 
-    def init_gate(self, key: jax.Array, size: int, mean: float) -> dict[str, jax.Array]:
-        """Draws a gate that reads states of `size` units; each unit's matrix is drawn by H."""
+    def init_gate(self, key: jax.Array, size: int, draw_bias: Callable) -> dict[str, jax.Array]:
+        """Draws a gate that reads one or two states; the deviation is that for H inputs."""
         of_kernel, of_bias = jax.random.split(key)
         hidden, dtype = self.hidden_size, self.param_dtype
         draw = truncated_normal(hidden, self.init_factor)
-        bias = truncated_normal(hidden, self.init_factor, mean)(of_bias, (hidden,), dtype)
-        return {"kernel": draw(of_kernel, (size, hidden), dtype), "bias": bias}
+        return {
+            "kernel": draw(of_kernel, (size, hidden), dtype),
+            "bias": draw_bias(of_bias, (hidden,), dtype),
+        }
 
 
 class MogrifierGRUCell(Cell):
