@@ -147,6 +147,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "kind": Key(str, "triggered", choices="training.schedule.AVERAGES"),
         "trigger_turns": TURN,  # Turns without improvement that start it,
         "trigger_at_the_latest": TURN,  # and the turn that does in any case.
+        # two_tailed: evaluations without improvement after which a tail begins again, and the raw
+        # weights are a candidate too; None: the algorithm without these extensions.
+        "stagnating_evaluations": COUNT,
     },
     "schedule": {
         "turns": Key(int, low=0, high=10**7, required=True),

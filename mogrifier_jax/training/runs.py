@@ -114,7 +114,9 @@ def make_run(
     if config.averaging.kind == "triggered":
         turns, latest = config.averaging.trigger_turns, config.averaging.trigger_at_the_latest
         rules = dataclasses.replace(rules, averaging_turns=turns, averaging_at_the_latest=latest)
-    average = schedule.make_averaging(config.averaging.kind)
+    average = schedule.make_averaging(
+        config.averaging.kind, config.averaging.stagnating_evaluations
+    )
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
