@@ -141,6 +141,8 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "momentum": RATE,  # Of sgd and rmsprop.
         "accumulate": Key(int, 1, low=1, high=10**6),  # Groups that a batch is split into.
         "accumulate_reduce": Key(str, "mean", choices=("mean", "sum")),  # Of their gradients.
+        # Dropout samples of each stripe; the objective is the log of their mean probability.
+        "training_samples": Key(int, 1, low=1, high=1000),
         "accumulate_at_once": Key(bool),  # Groups side by side; None: if a device has few rows.
     },
     "averaging": {

@@ -107,8 +107,9 @@ def make_run(
     learning_rate, l2_penalty = optimizer.pop("learning_rate"), optimizer.pop("l2_penalty")
     accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
     groups, at_once = accumulation["accumulate"], accumulation["accumulate_at_once"]
+    samples = optimizer.pop("training_samples")
     if at_once is None:
-        accumulation["accumulate_at_once"] = few_rows(mesh, config.data.batch_size)
+        accumulation["accumulate_at_once"] = few_rows(mesh, config.data.batch_size * samples)
     optimizer = steps.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule)
     if config.averaging.kind == "triggered":
@@ -128,7 +129,9 @@ def make_run(
     dropout = make_dropout(model, tuned, **config.dropout)
     drop_state = config.data.drop_state_probability
     hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
-    program = steps.Program(model, optimizer, average, task.batch_at, **accumulation)
+    program = steps.Program(
+        model, optimizer, average, task.batch_at, **accumulation, training_samples=samples
+    )
     return Run(config, mesh, task, model, program, hyper, rules)
 
 
@@ -190,7 +193,8 @@ def check_memory(run: Run) -> None:
     outputs = run.model.num_layers * run.model.hidden_size * jnp.dtype(run.model.dtype).itemsize
     groups = 1 if run.program.accumulate_at_once else run.program.accumulate
     batch = jax.eval_shape(run.task.batch_at, run.task.stream, jnp.int32(0))
-    tokens = batch.targets.size // groups // jax.process_count()
+    samples = run.program.training_samples
+    tokens = samples * batch.targets.size // groups // jax.process_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, size, remedy in (
         ("the state of this run takes", sum(sizes), model),
