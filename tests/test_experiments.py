@@ -13,6 +13,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from mogrifier_jax import configs, errors
+from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import schedule, steps
 from tests import resolved_configs
@@ -292,3 +293,57 @@ def test_only_added_keys_go_unnoticed_beside_recorded_ones():
         "dropout.downprojected": ("int", None),
         "data.window": None,
     }
+
+
+CIRCLING_BACK = {  # Published: layers, parameters, epochs, batch, window, dropout samples.
+    "ptb": (2, 24_000_000, 400, 128, 70, 8),
+    "wikitext2": (2, 35_000_000, 250, 128, 70, 4),
+    "ptb_char": (2, 24_000_000, 100, 128, 200, 4),
+    "enwik8": (6, 96_000_000, 200, 128, 256, 1),
+    "enwik8,48m": (6, 48_000_000, 200, 128, 256, 1),
+    "text8": (6, 96_000_000, 200, 128, 256, 1),
+    "text8,48m": (6, 48_000_000, 200, 128, 256, 1),
+}
+
+
+@pytest.mark.parametrize("cell", ["rlstm", "mogrifier", "lstm"])
+@pytest.mark.parametrize("corpus", CIRCLING_BACK)
+def test_circling_back_has_the_published_settings(corpus, cell):
+    config = get_config(f"circling_back.py:{corpus},{cell}")
+    layers, parameters, epochs, batch, window, samples = CIRCLING_BACK[corpus]
+    assert (config.model.num_layers, config.model.num_params) == (layers, parameters)
+    assert (config.data.batch_size, config.data.window) == (batch, window)
+    assert config.optimizer.training_samples == samples
+    size = tasks.SIZES[config.data.name]
+    read = batch * window * config.schedule.turns * config.schedule.steps_per_turn
+    assert read / size.train[0] == pytest.approx(epochs, rel=0.005)
+    model = config.model
+    assert (model.output, model.embedding_ratio, model.mixture_components) == ("residual", 1, 0)
+    assert model.tied_embeddings == (size.unit == "word")
+    assert (config.optimizer.name, config.optimizer.b1) == ("radam", 0.0)
+    assert config.averaging.kind == "two_tailed" and model.chrono_max > 2
+    assert (model.cell == "rewired_lstm") == (cell == "rlstm")
+    assert (model.rounds == 0) == (cell == "lstm")
+    assert config.dropout.inter_layer == 0.0 < config.dropout.cell_output
+    made = models.make_model(size.vocabulary, **model)
+    assert made.embedding_size == made.hidden_size
+    count = sum(models.count_parameters(made).values())
+    assert 0.99 * parameters < count <= parameters
+
+
+def test_circling_back_begins_with_the_values_of_2019():
+    new, old = get_config("circling_back.py:enwik8,48m"), get_config("enwik8.py:48m")
+    for name in ("input", "state", "output"):
+        assert new.dropout[name] == old.dropout[name]
+    assert new.dropout.cell_output == old.dropout.inter_layer
+    assert new.optimizer.learning_rate == old.optimizer.learning_rate
+    assert (new.model.rounds, new.model.rank) == (old.model.rounds, old.model.rank)
+    assert get_config("circling_back.py:text8,48m").model.rank == old.model.rank
+    with pytest.raises(errors.UsageError, match="48m is a size of enwik8 and text8, not of ptb"):
+        get_config("circling_back.py:48m")
+
+
+def test_circling_back_quotes_the_paper():
+    lines = load("circling_back.py").__doc__.splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("Penn Treebank, 24M")]
+    assert line.endswith("48.87 / 47.91    42.87 / 42.86")
