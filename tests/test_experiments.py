@@ -347,3 +347,21 @@ def test_circling_back_quotes_the_paper():
     lines = load("circling_back.py").__doc__.splitlines()
     (line,) = [line for line in lines if line.strip().startswith("Penn Treebank, 24M")]
     assert line.endswith("48.87 / 47.91    42.87 / 42.86")
+
+
+@pytest.mark.parametrize(
+    "variant, changed",
+    [
+        ("rlstm", {"model.cell"}),
+        ("mogrifier,samples", {"optimizer.training_samples"}),
+        ("mogrifier,chrono", {"model.chrono_max"}),
+        ("mogrifier,cell_output", {"model.output", "dropout.cell_output", "dropout.inter_layer"}),
+        ("mogrifier,radam", {"optimizer.name"}),
+        ("mogrifier,two_tailed", {"averaging.kind", "averaging.stagnating_evaluations"}),
+    ],
+)
+def test_each_change_of_circling_back_is_made_alone(variant, changed):
+    assert variant in {row.variant for row in load("ablation.py").SETS["circling_back"].rows}
+    plain = get_config("ablation.py:mogrifier,small")
+    found = configs.differences(plain, get_config(f"ablation.py:{variant},small"))
+    assert {name for name, *_ in found} == changed
