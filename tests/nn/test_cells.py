@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax.nn import cells, layers
+from mogrifier_jax.nn import cells, layers, rnn
 from tests import quick, reference
 
 T, B, D, H = 3, 2, 3, 4
@@ -94,6 +94,40 @@ def test_cell_and_gradients_equal_the_numpy_loops(variant):
     # Differences over 1e-5 are good to about 1e-10 of the largest slope.
     assert_close(grads, reference.gradients(reference_loss, tree), rtol=1e-7, atol=1e-8)
     assert max(abs(leaf).min() for leaf in jax.tree.leaves(grads)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("variant", [name for name in reference.VARIANTS if "rewired" in name])
+def test_the_rewired_lstm_over_a_sequence_equals_the_numpy_loops(variant, fast, masked):
+    """Values and gradients of both paths, with and without state dropout."""
+    module, params = make(variant)
+    xs, carry, keep, of_ys, of_end = problem(module)
+    keep = keep if masked else None
+    scale = jnp.asarray(1 / 0.7) if masked else None
+    layer = rnn.RNN(module, fast=fast)
+
+    @quick.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(tree):
+        variables = {"params": {"cell": tree[0]}}
+        end, ys = layer.apply(variables, *tree[1:], keep, scale, method="window")
+        return (ys * of_ys).sum() + sum((leaf * of_end).sum() for leaf in end), (end, ys)
+
+    mask = np.full((T, B, H), 0.7) if keep is None else keep  # The reference divides by 0.7.
+
+    def reference_loss(tree):
+        end, ys, _ = run_reference(variant, tree, mask)
+        return (ys * of_ys).sum() + sum((leaf * of_end).sum() for leaf in end)
+
+    (_, found), grads = jax.device_get(loss((params, carry, xs)))
+    tree = reference.to_numpy((params, carry, xs))
+    end, ys, _ = run_reference(variant, tree, mask)
+    assert_close(found, (end, [ys]), rtol=1e-11, atol=1e-13)
+    assert_close(grads, reference.gradients(reference_loss, tree), rtol=1e-6, atol=1e-8)
+    other = run_reference(variant, tree, 0.7 - mask)[1]
+    assert abs(other - ys).max() > 1e-3
 
 
 @pytest.mark.slow
