@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from mogrifier_jax import configs, main
-from mogrifier_jax.evaluation import methods, trained
+from mogrifier_jax.evaluation import eval_options, methods, trained
 
 EXPERIMENTS = pathlib.Path("experiments").absolute()
 CONFIG = f"{EXPERIMENTS}/pydoc.py:tiny"
@@ -318,7 +318,7 @@ def draw_lines(count: int, root: pathlib.Path, reference, draw, report: Report) 
     for path in WORK:
         pkgutil.resolve_name(f"mogrifier_jax.{path}")  # Imported before the forks.
     keys = Deck([f"config.{name}" for name in configs.keys()], draw)
-    evaluation = Deck([f"eval.{name}" for name in methods.OPTIONS], draw)
+    evaluation = Deck([f"eval.{name}" for name in eval_options.OPTIONS], draw)
     own = {mode: Deck(flags_of(mode), draw) for mode in main.MODES}
     for i in range(count):
         mode = main.MODES[i % len(main.MODES)]

@@ -33,7 +33,7 @@ from benchmarks import flax_lstm, timing
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models, rnn
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import schedule, steps
+from mogrifier_jax.training import averaging, optimizers, steps
 
 try:
     import torch
@@ -103,8 +103,8 @@ def jax_step(size: Size, contender: str) -> Callable[[], object]:
     """Our train steps, whole; the state moves on from call to call."""
     program = steps.Program(
         model=make_model(size, contender),
-        optimizer=steps.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
-        average=schedule.make_averaging("none"),
+        optimizer=optimizers.make_optimizer("adam", b1=0.9, clip_norm=CLIP_NORM),
+        average=averaging.make_averaging("none"),
         batch_at=lambda stream, step: stream,
     )
     take = functools.partial(steps.train_steps, program=program, num_steps=NUM_STEPS)

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks import timing
 from mogrifier_jax.configs import load_config
 from mogrifier_jax.data import streams
-from mogrifier_jax.training import runs, schedule, steps
+from mogrifier_jax.training import averaging, runs, steps
 
 
 def make_contenders(run: runs.Run, num_steps: int) -> dict:
@@ -27,7 +27,7 @@ def make_contenders(run: runs.Run, num_steps: int) -> dict:
     stream, batch_size = run.task.stream, run.batch_size
     batch = jax.jit(run.task.batch_at)(stream, jnp.int32(1))
     bare_program = run.program._replace(
-        batch_at=lambda batch, step: batch, average=schedule.make_averaging("none")
+        batch_at=lambda batch, step: batch, average=averaging.make_averaging("none")
     )
     bare_hyper = run.hyper._replace(drop_state_probability=0.0)
 

@@ -131,7 +131,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "cell_output": RATE,  # On the output of each layer, before the layers are added up.
     },
     "optimizer": {
-        "name": Key(str, "adam", choices="training.steps.OPTIMIZERS"),
+        "name": Key(str, "adam", choices="training.optimizers.OPTIMIZERS"),
         "learning_rate": Key(float, low=0.0, high=1e30, required=True),
         "l2_penalty": Key(float, low=0.0, high=1e30, required=True),  # Of half the squared norm.
         "clip_norm": Key(float, 10.0, low=-1.0, high=1e30),  # Of the gradient; 0 or less: none.
@@ -146,7 +146,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "accumulate_at_once": Key(bool),  # Groups side by side; None: if a device has few rows.
     },
     "averaging": {
-        "kind": Key(str, "triggered", choices="training.schedule.AVERAGES"),
+        "kind": Key(str, "triggered", choices="training.averaging.AVERAGES"),
         "trigger_turns": TURN,  # Turns without improvement that start it,
         "trigger_at_the_latest": TURN,  # and the turn that does in any case.
         # two_tailed: evaluations without improvement after which a tail begins again, and the raw

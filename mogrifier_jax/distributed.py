@@ -4,7 +4,7 @@
 that, a thread in each process (`Watch`) tells the others through the coordinator that it is alive.
 If one falls silent or fails, the others stop within a bounded time and say which one it was.
 Process 0 is the coordinator. If its host is lost, the runtime itself aborts the others. A launcher
-such as `launch.py` starts them again. `training/runs.py` handles requests to stop.
+such as `launch.py` starts them again. `training/signals.py` handles requests to stop.
 """
 
 import contextlib

@@ -27,7 +27,3 @@ class Interrupted(RuntimeError):
     """The run was stopped on request and is saved; a launcher should start it again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again.
-
-
-class Abandoned(RuntimeError):
-    """The code that started the run has stopped it, because it is not worth going on."""

@@ -1,7 +1,8 @@
 """The command line: `python -m mogrifier_jax.main --config=experiments/pydoc.py`.
 
-Only this module defines flags. Each mode is a function of another module, which is imported when
-it is used. An error that people or their disks can cause ends with one sentence and exit code 2.
+Only this module defines flags. Each mode is a function here that calls one function of another
+module, which is imported when it is used. An error that people or their disks can cause ends with
+one sentence and exit code 2.
 """
 
 import contextlib
@@ -24,9 +25,11 @@ except ValueError as error:  # It reads the environment as it is imported.
     print(f"UsageError: JAX cannot start: {error}; correct the variable", file=sys.stderr)
     sys.exit(2)
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import config_dict, config_flags
 
-from mogrifier_jax import configs, errors
+from mogrifier_jax import configs, errors, hardware
+from mogrifier_jax.evaluation import eval_options
+from mogrifier_jax.training import compiler, logs
 
 FLAGS = flags.FLAGS
 MODES = "train evaluate sample export preflight sweep inspect explore tune config".split()
@@ -92,22 +95,22 @@ def main(argv: Sequence[str]) -> None:
         raise errors.UsageError(f"--mode={_MODE.value} is not known; use {', '.join(MODES)}")
     if _MODE.value == "config":
         return show_config()
-    if _MODE.value == "preflight":
-        # No accelerator of this machine is to be touched: only compilers are used.
+    if _MODE.value == "preflight" or (_MODE.value in ("sweep", "tune") and _PARALLEL.value > 1):
+        # No accelerator of this machine is to be touched: preflight uses only compilers, and the
+        # processes that run side by side need the accelerators for themselves.
         jax.config.update("jax_platforms", "cpu")
-    from mogrifier_jax import distributed, partitioning
-    from mogrifier_jax.training import progress, runs
+    from mogrifier_jax import distributed
 
     logging.set_verbosity(logging.WARNING)  # Libraries log a lot when they start.
-    runs.check_flags()
-    runs.use_compilation_cache()
+    compiler.check_flags()
+    compiler.use_compilation_cache()
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     place = None if _MODE.value == "preflight" else distributed.find_place(*numbers)
     if _CPU_DEVICES.value is not None or (place is None and _MODE.value != "preflight"):
         # Processes of one run may share a host, so each has one device unless told otherwise.
-        partitioning.use_cores(_CPU_DEVICES.value)
+        hardware.use_cores(_CPU_DEVICES.value)
     with distributed.session(place, peer_timeout=_PEER_TIMEOUT.value):
-        progress.setup_logging()
+        logs.setup_logging()
         modes = (train, evaluate, sample, export, preflight, sweep, inspect, explore, tune)
         with sentences():
             check_outputs()
@@ -171,7 +174,7 @@ def show_config() -> None:
 
 def require_config() -> None:
     """Refuses to go on without an experiment."""
-    if FLAGS["config"].present:
+    if FLAGS["config"].present and not isinstance(_CONFIG.value, config_dict.ConfigDict):
         explain_config(config_filename())
     if _CONFIG.value is None:
         raise errors.UsageError(
@@ -273,20 +276,26 @@ def tune() -> None:
     from mogrifier_jax.tuning import worker
 
     options: dict[str, Any] = dict(
-        num_trials=_TRIALS.value,
-        parallel=_PARALLEL.value,
-        storage=_STORAGE.value,
-        sampler=_SAMPLER.value,
+        num_trials=_TRIALS.value, storage=_STORAGE.value, sampler=_SAMPLER.value
     )
+    worker.check_numbers(_TRIALS.value, _PARALLEL.value)
     if _STUDY.value == "dyneval":
-        worker.tune_dyneval(_WORKDIR.value or "", FLAGS.eval, **options)
+        run = _WORKDIR.value or ""
+        if _PARALLEL.value > 1:
+            worker.start_workers(sys.argv[1:], worker.dyneval_workdir(run), _PARALLEL.value)
+        else:
+            worker.tune_dyneval(run, FLAGS.eval, **options)
         return
     require_config()
     workdir = _WORKDIR.value or f"{default_workdir()}_tune"
     name = os.path.basename(default_workdir())
-    worker.tune(
-        _CONFIG.value, workdir, study=_STUDY.value, name=name, prune=_PRUNE.value, **options
-    )
+    if _PARALLEL.value > 1:
+        worker.check_study(_STUDY.value)
+        worker.start_workers(sys.argv[1:], workdir, _PARALLEL.value)
+    else:
+        worker.tune(
+            _CONFIG.value, workdir, study=_STUDY.value, name=name, prune=_PRUNE.value, **options
+        )
 
 
 def folders() -> list[str]:
@@ -338,9 +347,8 @@ def define_options() -> None:
     """Defines --eval.*; it reads the command line, so a misspelt option is an error here."""
     if "eval" in FLAGS:  # It is there if this process has parsed a command line before.
         delattr(FLAGS, "eval")
-    from mogrifier_jax.evaluation import methods
 
-    config_flags.DEFINE_config_dict("eval", methods.default_options(), "For evaluate: options.")
+    config_flags.DEFINE_config_dict("eval", eval_options.defaults(), "For evaluate: options.")
 
 
 def explain(error: BaseException) -> str:

@@ -1,14 +1,10 @@
-"""The devices, the mesh ("data", "model") of them, and which part of an array each device has.
+"""The mesh ("data", "model") of the devices, and which part of an array each device has.
 
 The axis "data" splits the batch, and "model" splits wide dimensions. `LOGICAL_AXES` gives the
 meaning of a parameter's axes by its name, and `MESH_AXES` says which of them are split. Other
 modules use no mesh axis but "data".
 """
 
-import contextlib
-import math
-import os
-import pathlib
 from typing import Any
 
 import jax
@@ -16,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, hardware
 
 # The logical axes of a parameter, by the end of its path.
 LOGICAL_AXES = {
@@ -38,82 +34,13 @@ LOGICAL_AXES = {
 }
 MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
 
-_counted_cores = False  # Whether `use_cores` decided how many CPU devices there are.
-
-
-def use_cores(count: int | None = None) -> None:
-    """Gives JAX one CPU device for each core, or `count`; call it before any backend starts.
-
-    Without `count` it does nothing if the environment or JAX's own setting names a number.
-    """
-    global _counted_cores
-    if count is not None:
-        if not 1 <= count <= 1024:
-            raise errors.UsageError(f"--cpu_devices={count} must be at least 1 and at most 1024")
-        # Processes that are started from here shall have the same number.
-        os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
-    elif _named_count():
-        return
-    else:
-        count, _counted_cores = len(usable_cores()), True
-        if math.isfinite(quota()):
-            # XLA's thread pool has a thread for each core it sees, and it does not see the quota.
-            os.environ.setdefault("NPROC", str(count))
-    jax.config.update("jax_num_cpu_devices", count)
-
-
-def _named_count() -> bool:
-    """Whether the user has named a number of CPU devices in one of JAX's ways."""
-    in_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    return in_flags or jax.config.jax_num_cpu_devices >= 0  # type: ignore[attr-defined]
-
-
-def counted_cores() -> bool:
-    """Whether the devices are CPU cores whose number `use_cores` chose, not the user."""
-    return _counted_cores and jax.default_backend() == "cpu"
-
-
-def usable_cores() -> list[int]:
-    """The cores that this process may run on, no more than its container's quota allows."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-    else:
-        cores = list(range(os.cpu_count() or 1))
-    return cores[: int(max(1, min(quota(), len(cores))))]
-
-
-def quota(root: pathlib.Path = pathlib.Path("/")) -> float:
-    """How many cores a Linux control group (version 1 or 2) allows at a time; inf without limit."""
-    limits = [math.inf]
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers or "cpu" in controllers.split(","):
-                top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-                group = top / path.lstrip("/")
-                inside = [each for each in (group, *group.parents) if each.is_relative_to(top)]
-                limits += map(_quota_of, inside)
-    return min(limits)
-
-
-def _quota_of(group: pathlib.Path) -> float:
-    """The limit of one control group."""
-    with contextlib.suppress(OSError):
-        if (group / "cpu.max").exists():
-            limit, period = (group / "cpu.max").read_text().split()
-        else:
-            limit = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return math.inf if limit in ("max", "-1") else int(limit) / int(period)
-    return math.inf
-
 
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
     """A mesh of all devices; an axis of -1 gets all that the other axis leaves.
 
     If `use_cores` chose the number of devices, sizes without -1 take only as many as they need.
     """
-    if devices is None and -1 not in (data, model) and counted_cores():
+    if devices is None and -1 not in (data, model) and hardware.counted_cores():
         devices = jax.devices()[: max(1, data * model)]
     if devices is None:
         shape = mesh_shape(data, model, jax.device_count())

@@ -13,7 +13,7 @@ from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from mogrifier_jax import configs
 from mogrifier_jax.analysis import tables
-from mogrifier_jax.training import metrics
+from mogrifier_jax.training import units
 
 FOLDER = pathlib.Path("../docs/results")
 set_matplotlib_formats("png")
@@ -28,7 +28,7 @@ paper = configs.paper_numbers()
 lines = []
 for corpus, table in paper["tables"].items():
     unit = table["unit"]
-    show = metrics.perplexity if unit == "ppl" else metrics.bits
+    show = units.perplexity if unit == "ppl" else units.bits
     for row in table["rows"]:
         if "nats" in row and row["evaluation"] == "deterministic":
             scores = ["" if nats is None else f"{show(nats):.3f} {unit}" for nats in row["nats"]]

@@ -34,7 +34,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 LONGEST = (
     *("test_distributed", "test_train", "test_rnn", "test_worker", "test_notebooks"),
     *("test_recurrence", "test_golden_run", "test_nnx", "test_hostile", "test_api"),
-    *("test_estimates", "test_dyneval", "test_models", "test_stacked", "test_runs"),
+    *("test_estimates", "test_dyneval", "test_models", "test_runs"),
     *("test_steps", "test_examples", "test_sweeps", "test_scoring", "test_montecarlo"),
     *("test_readme", "test_explore", "test_checkpoints", "test_datasets", "test_old_workdir"),
 )
@@ -54,7 +54,7 @@ def pytest_collection_finish():
 
 PLATFORM_DEPENDENT = jax.lax.platform_dependent
 # Files and rooms whose tests all need `every_platform`.
-EVERY_PLATFORM = ("preflight", "test_stacked")
+EVERY_PLATFORM = ("preflight",)
 
 
 @pytest.fixture(scope="module", autouse=True)

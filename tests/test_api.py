@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mogrifier_jax
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.evaluation import methods, scoring, trained
+from mogrifier_jax.evaluation import eval_options, scoring, trained
 from mogrifier_jax.nn import models
 from tests import quick
 from tests import workdir as workdirs
@@ -159,7 +159,7 @@ def model(workdir):
 @pytest.mark.slow
 def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     (tmp_path / "some.txt").write_text(SOME)
-    chosen = methods.default_options()
+    chosen = eval_options.defaults()
     with chosen.unlocked():
         chosen.update(text=str(tmp_path / "some.txt"), temperature="saved")
     row = scoring.run([str(workdir)], chosen)[0]["results"][0]

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.evaluation import methods
+from mogrifier_jax.evaluation import eval_options
 from tests import resolved_configs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -29,7 +29,7 @@ def bad_values(key):
         yield key.known()[0] + "s"
 
 
-@pytest.mark.parametrize("declared", [configs.keys(), methods.OPTIONS], ids=["config", "eval"])
+@pytest.mark.parametrize("declared", [configs.keys(), eval_options.OPTIONS], ids=["config", "eval"])
 def test_values_beyond_a_declaration_are_refused_by_name(declared):
     count = 0
     for name, key in declared.items():

@@ -15,7 +15,7 @@ from ml_collections import config_dict, config_flags
 from mogrifier_jax import configs, errors
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import schedule, steps
+from mogrifier_jax.training import averaging, optimizers, schedule
 from tests import resolved_configs
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -79,8 +79,8 @@ def test_builds_locked_and_complete(name):
         expected["data.language"] = str
     assert schema(config) == expected
     optimizer = {k: config.optimizer[k] for k in ("name", "b1", "b2", "eps", "clip_norm")}
-    steps.make_optimizer(**optimizer)
-    schedule.make_averaging(config.averaging.kind)
+    optimizers.make_optimizer(**optimizer)
+    averaging.make_averaging(config.averaging.kind)
     rules = schedule.Rules(
         **config.schedule,
         averaging_turns=config.averaging.trigger_turns,

@@ -19,7 +19,15 @@ import pytest
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import pretrained, scoring
-from mogrifier_jax.training import checkpoints, metrics, runs, train, workdirs
+from mogrifier_jax.training import (
+    checkpoints,
+    memory,
+    metrics,
+    run_record,
+    signals,
+    train,
+    workdirs,
+)
 from tests import workdir as written
 
 STATE = {"params": {"w": jnp.arange(4.0)}, "opt_state": {"m": jnp.zeros(4)}}
@@ -197,9 +205,9 @@ def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(tmp_path):
 
     def restore():
         with checkpoints.Checkpoints(tmp_path) as saved:
-            book = train.Book(run, str(tmp_path), saved)
-            with contextlib.closing(book):
-                return book.restore()
+            record = run_record.RunRecord(run, str(tmp_path), saved)
+            with contextlib.closing(record):
+                return record.restore()
 
     assert restore() is None
     path.write_text('{"step": 0, "kind": "eval"}\n')  # Control: a kill before the first save.
@@ -245,7 +253,7 @@ def test_what_no_machine_holds_is_refused(features, window, refused):
         ),
     )
     with pytest.raises(errors.UsageError, match=refused) if refused else contextlib.nullcontext():
-        runs.check_memory(run)
+        memory.check(run)
 
 
 @pytest.mark.parametrize("episodic", [False, True])
@@ -399,14 +407,13 @@ def test_the_budget_of_a_report_is_the_models_own():
 
 
 def test_a_stop_before_the_first_step_is_seen():
-    with runs.StopRequests() as outer:
-        outer.check()  # Control.
-        runs.signal.raise_signal(runs.signal.SIGTERM)
-        with runs.StopRequests() as inner:
-            assert inner.requested()
+    with signals.StopRequests() as stop_requests:
+        stop_requests.check()  # Control.
+        signals.signal.raise_signal(signals.signal.SIGTERM)
+        assert stop_requests.requested()
         with pytest.raises(errors.Interrupted, match="before the first step"):
-            outer.check()
-    with runs.StopRequests() as later:
+            stop_requests.check()
+    with signals.StopRequests() as later:
         assert not later.requested()
 
 

@@ -11,7 +11,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from mogrifier_jax import configs, distributed, errors, main
-from mogrifier_jax.training import progress, runs, train
+from mogrifier_jax.training import compiler, logs, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
@@ -23,9 +23,9 @@ ABLATION = "--config=experiments/ablation.py:tiny"
 def command(monkeypatch, capsys):
     """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(progress, "setup_logging", lambda: None)
-    monkeypatch.setattr(runs, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(runs, "check_flags", lambda: None)  # It starts a process.
+    monkeypatch.setattr(logs, "setup_logging", lambda: None)
+    monkeypatch.setattr(compiler, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(compiler, "check_flags", lambda: None)  # It starts a process.
     monkeypatch.setattr(distributed, "find_place", lambda *numbers: None)
 
     def run(*arguments):
@@ -215,3 +215,29 @@ def test_the_real_command_line_says_it_too(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr == "UsageError: data.batch_size 0 must be at least 1\n"
+
+
+ONCE = """
+import pathlib
+
+with open({path!r}, "a") as file:
+    file.write("executed\\n")
+
+from experiments.pydoc import get_config
+"""
+
+
+@pytest.mark.slow
+def test_an_experiment_is_executed_once_and_orbax_left_alone(tmp_path):
+    """Checkpoints are slow to import, and most modes need none to read their flags."""
+    (tmp_path / "once.py").write_text(ONCE.format(path=str(tmp_path / "log")))
+    code = (
+        "import sys; from mogrifier_jax import main; main.parse_flags(sys.argv); "
+        "main.require_config(); print('orbax' in sys.modules, main.FLAGS.eval.samples)"
+    )
+    flags = [f"--config={tmp_path / 'once.py'}:tiny", "--eval.samples=3"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False", "3"], done.stderr
+    assert (tmp_path / "log").read_text() == "executed\n"

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import errors, main, nnx
-from mogrifier_jax.evaluation import methods, scoring, trained
+from mogrifier_jax.evaluation import eval_options, scoring, trained
 from mogrifier_jax.nn import from_flax, layers, rnn
-from mogrifier_jax.training import runs
+from mogrifier_jax.training import compiler
 from tests import workdir as written
 
 # Nonsense from Python.
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 
 def score(**changes):
-    asked = methods.default_options()
+    asked = eval_options.defaults()
     with asked.unlocked():
         asked.update_from_flattened_dict(changes)
     return scoring.run(["none"], asked)
@@ -121,7 +121,7 @@ def test_what_jax_says_of_devices_is_one_sentence(said):
 @pytest.mark.parametrize("value", ["--xla_nonsense=1", "nonsense"])
 def test_flags_that_would_abort_the_process_are_refused(value, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    runs.check_flags()  # Control.
+    compiler.check_flags()  # Control.
     monkeypatch.setenv("XLA_FLAGS", value)
     with pytest.raises(errors.UsageError, match=rf"XLA_FLAGS='{value}' cannot be read \(\w+"):
-        runs.check_flags()
+        compiler.check_flags()

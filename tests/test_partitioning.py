@@ -12,7 +12,7 @@ from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import evaluate, runs
+from mogrifier_jax.training import evaluate, programs, runs
 
 
 def make_mesh(data, model=1):
@@ -114,7 +114,9 @@ def test_devices_wait_for_each_other_once_a_batch_and_not_at_each_time_step(chan
     with config.unlocked():
         config.model.update(change)
     run = runs.make_run(config, make_mesh(2))
-    lowered = run.jit_steps().lower(run.abstract_state(), run.task.stream, run.hyper, num_steps=1)
+    lowered = programs.jit_train_steps(run).lower(
+        run.abstract_state(), run.task.stream, run.hyper, num_steps=1
+    )
     assert costs.analyse(lowered.compile().as_text()).by_kind()["all-reduce"][0] == 1
 
 

@@ -20,7 +20,7 @@ from absl.testing import flagsaver
 from experiments import pydoc
 from mogrifier_jax import configs, errors, launch, main
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import methods
+from mogrifier_jax.evaluation import eval_options, methods
 from tests import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -225,7 +225,7 @@ def is_flag(name):
         config = configs.load_config(str(ROOT / "experiments" / "text.py"))
         return find_key(config, name.removeprefix("config."))
     if name.startswith("eval."):
-        return find_key(methods.default_options(), name.removeprefix("eval."))
+        return find_key(eval_options.defaults(), name.removeprefix("eval."))
     return (
         name == "eval"
         or name in flags.FLAGS

@@ -17,7 +17,9 @@ ALLOWED = {
     "analysis": {"nn", "data", "training", "evaluation"},
 }
 # The modules beside the rooms that they may import.
-COMMON = {room: {"errors", "configs", "partitioning", "distributed"} for room in ALLOWED}
+COMMON = {
+    room: {"errors", "configs", "hardware", "partitioning", "distributed"} for room in ALLOWED
+}
 COMMON |= {"nn": {"errors"}, "data": {"errors"}}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from experiments import text as experiment
 from mogrifier_jax.data import corpora
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import checkpoints, schedule, workdirs
+from mogrifier_jax.training import averaging, checkpoints, workdirs
 from tests import quick
 
 
@@ -27,7 +27,7 @@ def write_run(folder, config, vocab):
     def make_state(key):
         params = model.init(key, **model.example())["params"]
         params = jax.tree.map(lambda leaf: np.float32(2) * leaf, params)
-        return {"params": params, "average": schedule.make_averaging("triggered").init(params)}
+        return {"params": params, "average": averaging.make_averaging("triggered").init(params)}
 
     workdirs.write_run_files(folder, config, vocab.to_json())
     seal = workdirs.seal(config, vocab.to_json())

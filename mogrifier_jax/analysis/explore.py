@@ -28,7 +28,7 @@ from mogrifier_jax.analysis import gating, inspection
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained, trained
 from mogrifier_jax.nn import layers, models
-from mogrifier_jax.training import metrics, workdirs
+from mogrifier_jax.training import units, workdirs
 
 TOP = 8  # Tokens that are listed as likely.
 MAX_TOKENS = 2_000  # More would make columns of a map too narrow to see.
@@ -242,7 +242,7 @@ def describe(
         "capped": bool(getattr(cell, "cap_input_gate", False)),
         "tied": bool(getattr(cell, "tied_gates", False)),
         "bits_per_token": found["bits_per_token"],
-        "perplexity": metrics.perplexity(found["bits_per_token"] * math.log(2)),
+        "perplexity": units.perplexity(found["bits_per_token"] * math.log(2)),
         "layers": maps,
         "index": index,
         "data": data,

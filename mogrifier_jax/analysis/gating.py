@@ -226,7 +226,7 @@ class GateAnalysis:
         model, plan = self.model, self.plan
         report = GateReport(model.num_layers, model.vocab_size, top)
         carry = model.zero_carry(plan.batch_size) if plan.carries else None
-        windows = evaluate.limit(plan, max_windows)
+        windows = evaluate.limit_windows(plan, max_windows)
 
         def run(carry, index, _):
             found, after = self._step(params, plan.stream, carry, index)

@@ -5,25 +5,21 @@ of its own, `<workdir>/<variant>/seed<k>`. So everything that works on a workdir
 the same command goes on with a sweep that was stopped. `tables.py` makes tables and figures.
 """
 
-import contextlib
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors, partitioning
+from mogrifier_jax import configs, errors
 from mogrifier_jax.analysis import tables
-from mogrifier_jax.training import progress, runs, train, workdirs
-
-POLL_SECONDS = 0.2  # Between looks at the processes of a parallel sweep.
+from mogrifier_jax.training import processes, train, units, workdirs
 
 
 class Job(NamedTuple):
@@ -103,8 +99,7 @@ def run(
     sweep = Sweep(filename, overrides)
     sets = sweep.find_sets(names)
     numbers = parse_seeds(seeds)
-    if parallel < 1:
-        raise errors.UsageError(f"--parallel={parallel} must be at least 1 run at a time")
+    processes.check_parallel(parallel)
     workdirs.check_place(workdir)
     variants = dict.fromkeys(row.variant for each in sets.values() for row in each.rows)
     # All variants run with the first seed before any runs with the next, to show results early.
@@ -147,110 +142,48 @@ def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
             logging.warning("%s: %s", job, error)
             write_record(job.folder, diverged=str(error))
         finally:
-            add_seconds(job, began)
+            add_seconds(job, time.monotonic() - began, describe_hardware())
         jax.clear_caches()  # Later runs have other programs. The cache on disk stays.
         yield job
 
 
-class Started(NamedTuple):
-    """A run in a process of its own."""
-
-    job: Job
-    process: subprocess.Popen
-    cores: set[int]
-    began: float
-
-
 def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
     """Several runs at once, each in a process that writes to log.txt in its folder."""
-    waiting, running, stopped = list(jobs), list[Started](), list[Job]()
-    free = share_cores(parallel)
-    with runs.StopRequests() as stop:
-        try:
-            while waiting or running:
-                if stop.requested():
-                    stopped += waiting
-                    waiting.clear()
-                    terminate(running)
-                while waiting and len(running) < parallel:
-                    running.append(start(sweep, waiting.pop(0), free.pop(0)))
-                time.sleep(POLL_SECONDS)
-                for each in [each for each in running if each.process.poll() is not None]:
-                    running.remove(each)
-                    free.append(each.cores)
-                    add_seconds(each.job, each.began, each.cores)
-                    if finished(each.job, each.process.returncode):
-                        yield each.job
-                    else:
-                        stopped.append(each.job)
-        finally:
-            terminate(running)  # When all went well, none is running by now.
-            for each in running:
-                add_seconds(each.job, each.began, each.cores)
-    if stopped:
+    by_name = {str(job): job for job in jobs}
+
+    def note_end(ended: processes.Ended) -> None:
+        add_seconds(by_name[ended.job.name], ended.seconds, ended.hardware)
+
+    commands = [processes.Job(str(job), sweep.command(job), job.folder / "log.txt") for job in jobs]
+    num_stopped = 0
+    for ended in processes.run_side_by_side(commands, parallel, note_end):
+        job = by_name[ended.job.name]
+        if finished(job, ended.code):
+            yield job
+        else:
+            num_stopped += 1
+    if num_stopped:
         raise errors.Interrupted(
-            f"{len(stopped)} runs were stopped, or not started; the same command goes on"
+            f"{num_stopped} runs were stopped, or not started; the same command goes on"
         )
 
 
-def terminate(running: Sequence[Started]) -> None:
-    """Sends SIGTERM to runs, which makes them save and exit, and waits for them."""
-    for each in running:
-        each.process.terminate()
-    for each in running:
-        each.process.wait()
-
-
-def share_cores(count: int) -> list[set[int]]:
-    """Splits the cores of this process among `count` others; each gets at least one.
-
-    Programs that all use all cores wait for each other, and two at once are slower than one after
-    the other.
-    """
-    cores = partitioning.usable_cores()
-    return [set(cores[index % len(cores) :: count]) for index in range(count)]
-
-
-@contextlib.contextmanager
-def bound_to(cores: set[int]) -> Iterator[None]:
-    """Makes processes that are started inside run on these cores, if the system allows it."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    all_cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, all_cores)
-
-
-def start(sweep: Sweep, job: Job, cores: set[int]) -> Started:
-    """Starts a run in a process of its own, on these cores."""
-    logging.info("%s: starts", job)
-    began = time.monotonic()
-    job.folder.mkdir(parents=True, exist_ok=True)
-    with (job.folder / "log.txt").open("a") as log, bound_to(cores):
-        process = subprocess.Popen(sweep.command(job), stdout=log, stderr=subprocess.STDOUT)
-    return Started(job, process, cores, began)
-
-
-def finished(job: Job, code: int) -> bool:
+def finished(job: Job, code: int | None) -> bool:
     """Whether a run ended by itself and was not stopped; an error of a run ends the sweep."""
     log = job.folder / "log.txt"
     if code == errors.Diverged.exit_code:
         write_record(job.folder, diverged=log.read_text().strip().splitlines()[-1])
-    elif code in (errors.Interrupted.exit_code, -signal.SIGTERM):
+    elif code in (None, errors.Interrupted.exit_code, -signal.SIGTERM):
         return False
     elif code:
         raise errors.UsageError(f"{job} ended with code {code}; the reason is in {log}")
     return True
 
 
-def add_seconds(job: Job, began: float, cores: Collection[int] = ()) -> None:
-    """Adds the time since this start to the record of a run that had all cores, or these."""
-    spent = read_record(job.folder).get("seconds", 0.0) + time.monotonic() - began
-    write_record(job.folder, seconds=round(spent, 1), hardware=hardware(cores))
+def add_seconds(job: Job, seconds: float, hardware: str) -> None:
+    """Adds the time since this start to the record of a run, with what it ran on."""
+    spent = read_record(job.folder).get("seconds", 0.0) + seconds
+    write_record(job.folder, seconds=round(spent, 1), hardware=hardware)
 
 
 _REMEDY = "restore it from a copy, or delete that folder to run it again"
@@ -269,11 +202,9 @@ def write_record(folder: pathlib.Path, **values: Any) -> None:
         workdirs.write_json(folder, "sweep.json", {**read_record(folder), **values})
 
 
-def hardware(cores: Collection[int] = ()) -> str:
-    """The devices and the cores of a run that had these to itself, as "1 cpu, 1 of 2 cores"."""
-    kind, share = jax.devices()[0].device_kind, f"{len(cores)} of " if cores else ""
-    count = len(cores) if cores and kind == "cpu" else jax.device_count()
-    return f"{count} {kind}, {share}{os.cpu_count()} cores"
+def describe_hardware() -> str:
+    """The devices and the cores of this process, as "2 cpu, 2 cores"."""
+    return f"{jax.device_count()} {jax.devices()[0].device_kind}, {os.cpu_count()} cores"
 
 
 def describe(folder: pathlib.Path) -> str:
@@ -282,4 +213,4 @@ def describe(folder: pathlib.Path) -> str:
     if "diverged" in record:
         return "diverged"
     results = workdirs.read_json(folder / "results.json", dict, _REMEDY)
-    return f"valid {results['valid_nats']:.4f} nats, {progress.span(record['seconds'])}"
+    return f"valid {results['valid_nats']:.4f} nats, {units.span(record['seconds'])}"

@@ -26,7 +26,7 @@ from mogrifier_jax import configs
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import scoring
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, progress, runs, workdirs
+from mogrifier_jax.training import metrics, runs, units, workdirs
 
 SPLITS = ("valid", "test")
 _SCORES = {f"valid_{unit}" for unit in ("ppl", "bpc", "bpb")}
@@ -79,7 +79,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     summary["curves"] = [_read_curve(folder) for folder in folders]
     for split in SPLITS:
         nats = [result[f"{split}_nats"] for result in results]
-        scores = [metrics.in_unit(value, unit) for value in nats]
+        scores = [units.in_unit(value, unit) for value in nats]
         spread = statistics.stdev(scores) if len(scores) > 1 else None
         mean = statistics.fmean(scores)
         summary[split] = {"scores": scores, "mean": mean, "spread": spread}
@@ -89,7 +89,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
 
 def show(score: Mapping[str, Any], unit: str) -> str:
     """Mean and spread of a score as text."""
-    digits = metrics.digits(unit)
+    digits = units.digits(unit)
     spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
     return f"{score['mean']:.{digits}f}{spread}"
 
@@ -110,11 +110,11 @@ def to_markdown(title: str, rows: Rows, x_label: str | None = None) -> str:
         cells += scores
         if has_paper:
             paper = row["paper"]
-            cells.append("" if paper is None else metrics.number(paper, unit))
+            cells.append("" if paper is None else units.number(paper, unit))
         cells.append(f"{row['seconds'] / len(row['runs']) / 60:.1f}")
         lines.append(cells)
     below = "\n\n".join(filter(None, [compare_two(rows), describe(rows)]))
-    return f"**{title}**, {metrics.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{below}\n"
+    return f"**{title}**, {units.UNITS[unit]}\n\n{markdown(head, lines)}\n\n{below}\n"
 
 
 def compare_two(rows: Rows) -> str:
@@ -154,7 +154,7 @@ def describe(rows: Rows) -> str:
     return (
         f"{'; '.join(shapes)}. Commit {', '.join(sorted(commits)) or 'unknown'}; "
         f"{', '.join(sorted(hardware)) or 'hardware unknown'}; {runs} runs, "
-        f"{progress.span(seconds)} in all."
+        f"{units.span(seconds)} in all."
     )
 
 
@@ -259,7 +259,7 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
     unit = rows[0]["unit"] if rows else each.unit or "ppl"
     shown = rows or [row._asdict() for row in each.rows]
     paper = [
-        (row, {"mean": metrics.in_unit(row["paper"], unit), "spread": None, "scores": ()})
+        (row, {"mean": units.in_unit(row["paper"], unit), "spread": None, "scores": ()})
         for row in shown
         if row["paper"] is not None
     ]
@@ -273,7 +273,7 @@ def figure_of_set(each: configs.Set, rows: Rows) -> Any:
     if not rows:
         return fig
     _draw(first, each, [(row, row["valid"]) for row in rows], unit)
-    budget = progress.quantity(max(row["num_params"] for row in rows))
+    budget = units.quantity(max(row["num_params"] for row in rows))
     seeds = sorted({len(row["runs"]) for row in rows})
     counts = f"{seeds[0]}-{seeds[-1]}" if len(seeds) > 1 else seeds[0]
     plural = "" if seeds == [1] else "s"
@@ -307,7 +307,7 @@ def draw_curves(rows: Rows, title: str = "") -> Any:
 
 def _draw(axes, each: configs.Set, points, unit: str) -> None:
     """Draws one panel; `points` are pairs of a row and its score with mean, spread and seeds."""
-    name = f"validation, {metrics.UNITS[unit]}"
+    name = f"validation, {units.UNITS[unit]}"
     if all(row["x"] is None for row, _ in points):
         _draw_list(axes, points)
         axes.set_xlabel(name)

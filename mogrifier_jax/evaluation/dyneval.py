@@ -19,7 +19,7 @@ import math
 import os
 import pathlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import montecarlo, pretrained
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, leaves, programs, workdirs
+from mogrifier_jax.training import evaluate, leaves, workdirs
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 MAX_WINDOWS = 500  # Windows that the gradient statistics use, as in the paper.
@@ -167,7 +167,7 @@ class DynamicEvaluation:
             return self._run(state, start, stream, first, windows, each, logit_scale, rates)
 
         windows = self.plan.num_windows
-        nats, state = evaluate.drive(run, state, self.targets, windows, self._chunk, title)
+        nats, state = evaluate.collect_nats(run, state, self.targets, windows, self._chunk, title)
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 
     def outcome(self, nats: np.ndarray) -> Outcome:
@@ -202,7 +202,7 @@ class DynamicEvaluation:
                 grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
                 return update_weights(adapted, params, grads, statistics, setting), end, nats
 
-            adapted, carry, nats = programs.side_by_side(one)(*state, *each)
+            adapted, carry, nats = side_by_side(one)(*state, *each)
             return (adapted, carry), nats
 
         batch_at = self.plan.batch_at
@@ -211,6 +211,18 @@ class DynamicEvaluation:
     def _blocks(self, count: int) -> list[range]:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
         return [range(i * size, min(count, (i + 1) * size)) for i in range(num_blocks)]
+
+
+def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap`, except that one item alone has no extra axis: CPUs are slower at batched matmuls."""
+
+    def call(*args):
+        if jax.tree.leaves(args)[0].shape[0] > 1:
+            return jax.vmap(function)(*args)
+        outputs = function(*jax.tree.map(lambda a: a[0], args))
+        return jax.tree.map(lambda a: a[None], outputs)
+
+    return call
 
 
 def update_weights(adapted, params, grads, statistics: Statistics, setting: UpdateRule):

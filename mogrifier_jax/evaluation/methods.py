@@ -16,50 +16,14 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors, partitioning
-from mogrifier_jax.configs import Key
-from mogrifier_jax.evaluation import dyneval, montecarlo, pretrained
+from mogrifier_jax import errors, partitioning
+from mogrifier_jax.evaluation import dyneval, eval_options, montecarlo, pretrained
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 TEMPERATURES = (0.5, 1.5)  # `minimise` searches between these,
 TOLERANCE = 1e-3  # until the interval is this small.
-# Options of `--mode=evaluate`, set as `--eval.name=value`. Lists are written with commas.
-OPTIONS = {
-    "which": Key(str, "best", choices=("best", "latest")),
-    "methods": Key(str, "deterministic"),  # Some of METHODS; empty: only shows known results.
-    "splits": Key(str, "valid,test"),
-    "text": Key(str),  # A file to score in place of the splits.
-    "ensemble": Key(str),  # Token files to average; nothing else is done.
-    "output": Key(str),  # A file for the Markdown, or for the tokens of the ensemble.
-    "source_dir": Key(str),  # Where the corpus is now,
-    "data_dir": Key(str),  # if it is not where the run had it.
-    "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
-    "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
-    "window": Key(int, low=1, high=10**6),  # As in training unless set.
-    "seed": configs.SEED,  # Of the dropout masks.
-    "samples": Key(int, 200, low=1, high=10**6),
-    "samples_per_block": Key(int, low=1, high=10**6),  # By memory unless set.
-    "average": Key(str, "arithmetic", choices=montecarlo.AVERAGES),
-    "power": Key(float, 0.5, low=-1e3, high=1e3),
-    "multipliers": Key(str, "1"),  # Of dropout rates; the best on validation is taken.
-    "dyneval.window": Key(int, 10, low=1, high=10**6),
-    "dyneval.learning_rates": Key(str, "1e-5"),  # The best on validation is taken.
-    "dyneval.decay_rates": Key(str, "1e-3"),
-    "dyneval.epsilons": Key(str, "1e-5"),
-    "dyneval.batch_size": Key(int, 1024, low=1, high=10**6),  # Stripes of gradient statistics,
-    "dyneval.max_windows": configs.COUNT._replace(default=500),  # and how many of their windows.
-    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations at once; by memory unless set.
-}
-# The limits of the numbers in these lists.
-LISTS = {
-    "multipliers": Key(float, low=0.0, high=1e3),
-    "dyneval.learning_rates": Key(float, low=0.0, high=1e6),
-    "dyneval.decay_rates": Key(float, low=0.0, high=1e6),
-    "dyneval.epsilons": Key(float, above=0.0, high=1e6),
-}
-
 
 ScoreFn = Callable[[str], evaluate.TokenScores | dyneval.Outcome]  # Of the text with this name.
 
@@ -69,7 +33,7 @@ class Scorer:
 
     def __init__(self, folder: str, options: config_dict.ConfigDict):
         self.folder, self.options = folder, options
-        self._fixed_temperature = parse_temperature(options.temperature)
+        self._fixed_temperature = eval_options.parse_temperature(options.temperature)
         self.mesh = partitioning.make_mesh()
         self.loaded = pretrained.load_weights(folder, options.which, self.mesh)
         self.model, self.params = self.loaded.model, self.loaded.params
@@ -128,7 +92,8 @@ class Scorer:
             run = self.adapter(name, 1)
             return run(self.params, [setting], temperature, title=f"dyneval {name}")[0]
 
-        return {"temperature": temperature} | self.adapting | setting._asdict(), score
+        adapted = self.describe_adaptation(self.compute_statistics())
+        return {"temperature": temperature} | adapted | setting._asdict(), score
 
     def mc_dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
         """Monte-Carlo dropout whose samples each adapt; settings are chosen without dropout."""
@@ -147,7 +112,8 @@ class Scorer:
             )
 
         chosen, score_fn = self.choose_multiplier(options.batch_size, options.window, score)
-        return chosen | self.adapting | setting._asdict() | self.sampling, score_fn
+        adapted = self.describe_adaptation(self.compute_statistics())
+        return chosen | adapted | setting._asdict() | self.sampling, score_fn
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -156,12 +122,14 @@ class Scorer:
         power = {"power": self.options.power} if self.options.average == "power" else {}
         return {name: self.options[name] for name in names} | power
 
-    @property
-    def adapting(self) -> dict[str, Any]:
+    def describe_adaptation(self, statistics: Any) -> dict[str, Any]:
         """The options of dynamic evaluation that are kept with a result; it reads one stream."""
-        options = self.options.dyneval
-        windows = len(self.statistics.losses)
-        return {"window": options.window, "stripes": 1, "statistics_windows": windows}
+        windows = len(statistics.losses)
+        return {
+            "window": self.options.dyneval.window,
+            "stripes": 1,
+            "statistics_windows": windows,
+        }
 
     def share(self, count: int) -> Mesh:
         """The part of the mesh that `count` stripes or adaptations keep busy."""
@@ -197,12 +165,17 @@ class Scorer:
         plan = self.texts.plan(name, 1, window=self.options.dyneval.window)
         parallel, mesh = self.options.dyneval.parallel, self.share(count)
         return dyneval.DynamicEvaluation(
-            self.model, plan, self.statistics, dropout=dropout, parallel=parallel, mesh=mesh
+            self.model,
+            plan,
+            self.compute_statistics(),
+            dropout=dropout,
+            parallel=parallel,
+            mesh=mesh,
         )
 
-    @functools.cached_property
-    def statistics(self) -> Any:
-        """The gradient statistics of the training text, computed once for all methods."""
+    @functools.cache  # noqa: B019  All methods need the same statistics.
+    def compute_statistics(self) -> Any:
+        """Passes over the training text for the statistics of its gradients, or reads them."""
         options = self.options.dyneval
         size, window, most = options.batch_size, options.window, options.max_windows
         plan = self.splits.plan("train", size, window=window, mesh=self.mesh)
@@ -254,8 +227,8 @@ class Scorer:
         run = evaluate.Deterministic(self.model, plan)
 
         def score(scales):
-            found = run.sums(self.params, scales, windows)
-            return found.total / found.count
+            sums = run.sums(self.params, scales, windows)
+            return sums.total / sums.count
 
         return score
 
@@ -273,23 +246,24 @@ class Scorer:
                 self.folder,
             )
         score = functools.cache(score)  # The validation text may be asked for again.
-        multipliers = parse_numbers("multipliers", self.options.multipliers)
-        found, best = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers], 0
-        if len(found) > 1:
+        multipliers = eval_options.parse_numbers("multipliers", self.options.multipliers)
+        candidates = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
+        best = 0
+        if len(candidates) > 1:
             self.require_validation("multipliers")
-            nats = [score("valid", *candidate).mean() for candidate in found]
-            for (multiplier, temperature), value in zip(found, nats, strict=True):
+            nats = [score("valid", *candidate).mean() for candidate in candidates]
+            for (multiplier, temperature), value in zip(candidates, nats, strict=True):
                 made = f"dropout times {multiplier:g}, temperature {temperature:g}"
                 logging.info("%s: %.4f nats on validation", made, value)
             best = best_of(nats)
-        chosen = dict(zip(("multiplier", "temperature"), found[best], strict=True))
-        return chosen, lambda name: score(name, *found[best])
+        chosen = dict(zip(("multiplier", "temperature"), candidates[best], strict=True))
+        return chosen, lambda name: score(name, *candidates[best])
 
     def choose_setting(self, temperature: float):
         """The best setting of dynamic evaluation, and the outcomes that are already known."""
         given = self.options.dyneval
         names = ("learning_rates", "decay_rates", "epsilons")
-        parse = parse_numbers
+        parse = eval_options.parse_numbers
         grid = itertools.product(*(parse(f"dyneval.{name}", given[name]) for name in names))
         settings = list(itertools.starmap(dyneval.UpdateRule, grid))
         if len(settings) == 1:
@@ -312,32 +286,6 @@ class Scorer:
             )
 
 
-def default_options() -> config_dict.ConfigDict:
-    """All options at their defaults: deterministic, one stream, lamb's temperature search."""
-    return configs.make_dict(OPTIONS).lock()
-
-
-def check_options(options: config_dict.ConfigDict) -> None:
-    """Refuses options with values that are out of range."""
-    values = configs.flatten(options)
-    configs.check_values(values, OPTIONS, prefix="eval.")
-    for name in LISTS:
-        parse_numbers(name, values[name])
-
-
-def parse_numbers(name: str, text: str) -> list[float]:
-    """Reads the numbers of an option that is a list, such as "0.6,0.7,0.8"."""
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise errors.UsageError(
-            f"eval.{name} {text!r} is not a list of numbers; write it as 0.6,0.7,0.8"
-        ) from None
-    for number in numbers:
-        configs.check_values({name: number}, LISTS, prefix="eval.")
-    return numbers
-
-
 def minimise(f: Callable[[float], float], low: float, high: float) -> float:
     """The place of the minimum of f by golden-section search; f has one between low and high."""
     ratio = (math.sqrt(5) - 1) / 2
@@ -353,22 +301,6 @@ def minimise(f: Callable[[float], float], low: float, high: float) -> float:
             x = [x[1], low + ratio * (high - low)]
             y = [y[1], f(x[1])]
     return (low + high) / 2
-
-
-def parse_temperature(text: str) -> float | None:
-    """Reads a temperature, which multiplies the logits; None if the text names a rule."""
-    if text in ("search", "minimise", "saved"):
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 10:
-        raise errors.UsageError(
-            f"--eval.temperature={text} is out of range: it multiplies the logits, so give a "
-            "number in (0, 10], or 'search', 'minimise' or 'saved'"
-        )
-    return value
 
 
 def best_of(nats: Sequence[float]) -> int:

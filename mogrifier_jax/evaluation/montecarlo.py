@@ -147,8 +147,8 @@ class MonteCarlo:
             stream, blocks = self.plan.stream, self._blocks
             return self._run(params, stream, carry, first, windows, logit_scale, rates, blocks)
 
-        windows = evaluate.limit(self.plan, max_windows)
-        nats = evaluate.drive(run, carry, self.targets, windows, self._chunk, title)[0]
+        windows = evaluate.limit_windows(self.plan, max_windows)
+        nats = evaluate.collect_nats(run, carry, self.targets, windows, self._chunk, title)[0]
         return self.targets.in_order(nats)
 
     def _windows(self, params, stream, carry, first, count, logit_scale, rates, blocks):

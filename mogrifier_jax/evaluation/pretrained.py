@@ -25,7 +25,7 @@ from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.training import checkpoints, leaves, runs, schedule, workdirs
+from mogrifier_jax.training import averaging, checkpoints, leaves, runs, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
 
@@ -67,7 +67,7 @@ def load_weights(
     text = workdirs.read_vocabulary(workdir)
     vocab = corpora.Vocabulary.from_json(text)
     model = runs.make_model(config, len(vocab))
-    average = schedule.make_averaging(
+    average = averaging.make_averaging(
         config.averaging.kind, config.averaging.stagnating_evaluations
     )
     seal = workdirs.seal(config, text)

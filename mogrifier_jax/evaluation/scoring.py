@@ -27,9 +27,9 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.evaluation import dyneval, eval_options, methods
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, metrics, progress, workdirs
+from mogrifier_jax.training import evaluate, summaries, units, workdirs
 
 # Keys of a result that `describe` shows elsewhere, or not at all.
 _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
@@ -37,7 +37,7 @@ _SHOWN = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "
 
 def run(folders: Sequence[str], options: config_dict.ConfigDict) -> list[dict[str, Any]]:
     """Evaluates the runs in these workdirs, or averages files of tokens; returns the results."""
-    methods.check_options(options)
+    eval_options.check(options)
     if options.ensemble:
         return [run_ensemble(options.ensemble.split(","), options.output)]
     if not folders or not all(folders):
@@ -61,7 +61,7 @@ def run_ensemble(paths: Sequence[str], output: str | None = None) -> dict[str, A
     nats = scores.mean()
     rows = [(str(path), _show_nats(member)) for path, member in zip(paths, members, strict=True)]
     rows.append(("ensemble", _show_nats(nats)))
-    logging.info("\n%s", progress.table({f"ensemble of {len(paths)} files": rows}))
+    logging.info("\n%s", summaries.table({f"ensemble of {len(paths)} files": rows}))
     if output:
         write_tokens(output, scores, vocab, ensemble=list(map(str, paths)))
     return {"ensemble": list(map(str, paths)), "nats": nats, "members": members}
@@ -146,7 +146,7 @@ def make_row(scorer, method, name, details, result) -> dict[str, Any]:
     nats = result.mean()
     if nats != nats:
         return row | {"nats": None, "tokens": len(scores.tokens), "file": str(path)}
-    values = {"perplexity": metrics.perplexity(nats), "bits": metrics.bits(nats)}
+    values = {"perplexity": units.perplexity(nats), "bits": units.bits(nats)}
     return row | {"nats": nats, **values, "tokens": len(scores.tokens), "file": str(path)}
 
 
@@ -182,16 +182,16 @@ def describe(evaluation: Mapping[str, Any]) -> str:
             continue
         lines: list[tuple[str, Any]] = []
         for row in rows:
-            score = "diverged" if row["nats"] is None else metrics.show(row["nats"], unit)
+            score = "diverged" if row["nats"] is None else units.show(row["nats"], unit)
             nats = row["nats"] if row["nats"] is not None else row["last_finite_nats"]
             lines.append((row["text"], f"{score}  ({nats:.5f} nats, {row['tokens']:,} tokens)"))
         details = {k: v for row in rows for k, v in row.items() if k not in _SHOWN}
         sections[method] = lines + [(f"  {key}", value) for key, value in details.items()]
-    return progress.table(sections)
+    return summaries.table(sections)
 
 
 def _show_nats(nats: float) -> str:
-    return f"{nats:.5f} nats  (ppl {metrics.perplexity(nats):.2f}, {metrics.bits(nats):.4f} bits)"
+    return f"{nats:.5f} nats  (ppl {units.perplexity(nats):.2f}, {units.bits(nats):.4f} bits)"
 
 
 # The columns of the paper's tables in their order, and which methods fill the last two of a row.
@@ -240,7 +240,7 @@ def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
         chosen = [e for e in evaluations if e["run"]["corpus"] == corpus]
         rows = [row for evaluation in chosen for row in _rows(evaluation)]
         sections += [
-            f"## {corpus}, {metrics.UNITS[chosen[0]['unit']]}",
+            f"## {corpus}, {units.UNITS[chosen[0]['unit']]}",
             "Our score comes first. In parentheses are the paper's score and the difference.",
             markdown_table(head, rows, right=range(3, 3 + len(COLUMNS))),
         ]
@@ -272,16 +272,16 @@ def _rows(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _cell(row: Mapping[str, Any] | None, paper: float | None, unit: str) -> str:
-    theirs = "" if paper is None else metrics.number(paper, unit)
+    theirs = "" if paper is None else units.number(paper, unit)
     if row is None or row["nats"] is None:
         ours = "–" if row is None else "diverged"
         return f"{ours} ({theirs})" if theirs else ours
-    ours = metrics.number(row["nats"], unit)
+    ours = units.number(row["nats"], unit)
     if paper is None:
         return ours
-    difference = metrics.in_unit(row["nats"], unit) - metrics.in_unit(paper, unit)
+    difference = units.in_unit(row["nats"], unit) - units.in_unit(paper, unit)
     sign = "−" if difference < 0 else "+"
-    return f"{ours} ({theirs}, {sign}{abs(difference):.{metrics.digits(unit)}f})"
+    return f"{ours} ({theirs}, {sign}{abs(difference):.{units.digits(unit)}f})"
 
 
 def write_tokens(

@@ -24,7 +24,7 @@ from mogrifier_jax.configs import Key
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import pretrained
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import checkpoints, metrics
+from mogrifier_jax.training import checkpoints, evaluate, units
 
 if TYPE_CHECKING:
     from mogrifier_jax.analysis import explore
@@ -55,17 +55,17 @@ class Score(NamedTuple):
     @property
     def nats_per_token(self) -> float:
         """The cross-entropy: the mean of `nats`."""
-        return metrics.Sum(self.nats, len(self.nats)).mean()
+        return evaluate.Sum(self.nats, len(self.nats)).mean()
 
     @property
     def bits_per_token(self) -> float:
         """The cross-entropy in bits: per character or byte if those are the tokens."""
-        return metrics.bits(self.nats_per_token)
+        return units.bits(self.nats_per_token)
 
     @property
     def perplexity(self) -> float:
         """The exponential of the cross-entropy."""
-        return metrics.perplexity(self.nats_per_token)
+        return units.perplexity(self.nats_per_token)
 
 
 class GateValues(NamedTuple):

@@ -27,7 +27,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.preflight import costs, targets
-from mogrifier_jax.training import evaluate, progress, runs, workdirs
+from mogrifier_jax.training import evaluate, programs, runs, summaries, units, workdirs
 
 _GIB = 1024**3
 _SAVING = 1e9  # Bytes of a checkpoint that a host writes in a second: a round figure.
@@ -116,7 +116,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
     task = tasks.make_abstract_task(config.data, mesh)
     made = runs.make_run(config, mesh, task)
     state, count = made.abstract_state(), max(1, config.get("log_every", 20))
-    traced = made.jit_steps().trace(state, task.stream, made.hyper, num_steps=count)
+    traced = programs.jit_train_steps(made).trace(state, task.stream, made.hyper, num_steps=count)
     common = dict(
         topology=target.name,
         chips=target.num_chips,
@@ -188,32 +188,28 @@ class _Evaluation(NamedTuple):
 
 
 def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) -> _Evaluation:
-    """The costs of the evaluation before a turn, as `evaluate.TurnEvaluation` runs it.
+    """The costs of the evaluation before a turn, which is that of training.
 
     The program of the temperature search also scores training data, at one temperature. Its time
     at all temperatures is counted, which is too much.
     """
-    settings, task, window = made.config.evaluation, made.task, made.config.data.window
     if tasks.kind_of(made.config.data).encoder_decoder:
         return _Evaluation(held, 0.0)
-    # A batch is split into groups that are accumulated. The stripes are those of one group.
-    batch_size = made.batch_size // made.program.accumulate
-    searched = max(1, settings.temperature_tokens // batch_size // window)
+    turn, settings = programs.make_turn_evaluation(made), made.config.evaluation
+    valid = turn.whole("valid")
     passes = 0 if settings.softmax_temperature else len(evaluate.TEMPERATURES) // evaluate.AT_ONCE
-    stripes = evaluate.num_stripes(task, "valid", batch_size, settings.lines_per_stripe)
-    valid = task.plan("valid", stripes)
-    whole = min(valid.num_windows, settings.max_windows or valid.num_windows)
-    short = settings.train_windows + passes * searched
+    short = settings.train_windows + passes * turn.search_windows
+    whole = evaluate.limit_windows(valid.plan, settings.max_windows)
     needed, seconds = held, 0.0
-    for plan, temperatures, windows in (
-        (task.plan("valid", batch_size), evaluate.AT_ONCE, short),
+    for each_pass, temperatures, windows in (
+        (turn.search, evaluate.AT_ONCE, short),
         (valid, 1, whole),
     ):
+        plan, chunk = each_pass.plan, each_pass.chunk
         carry = ()
         if plan.carries:
             carry = jax.eval_shape(lambda plan=plan: made.model.zero_carry(plan.batch_size))
             carry = partitioning.with_shardings({"carry": carry}, made.mesh)["carry"]
-        chunk = min(16, plan.num_windows)
         # The number of windows is a constant here, so that the turns of the loop can be counted.
         run = functools.partial(
             evaluate.score_windows,
@@ -294,7 +290,7 @@ def describe(report: Estimate) -> str:
             ("chips", f"{report.topology}, data {report.data} x model {report.model}"),
             ("batch x window", f"{report.batch_size} x {report.window}"),
             ("parameters", report.parameters),
-            ("matmul FLOPs of a step", progress.quantity(report.flops)),
+            ("matmul FLOPs of a step", units.quantity(report.flops)),
         ],
         f"memory of each chip: {verdict}": [
             ("needed, of", f"{asked}, {_size(report.memory)}"),
@@ -322,7 +318,7 @@ def describe(report: Estimate) -> str:
                 f"{report.days:.2f} for {report.steps:,} steps, {report.turns:,} turns",
             ),
         ]
-    return "\n".join([progress.table(sections), *report.notes])
+    return "\n".join([summaries.table(sections), *report.notes])
 
 
 def _row(report: Estimate) -> str:

@@ -2,8 +2,8 @@
 
 Axes: W windows of one dispatch, K logit scales, B stripes, T time, N tokens of the text. A pass
 runs in dispatches of W windows, so that it can show its running score. How many windows are
-wanted is traced, so the last dispatch, which has fewer, needs no program of its own. Every pass is
-driven from here. `montecarlo.py` averages over dropout masks, `dyneval.py` adapts the weights.
+scored is traced, so the last dispatch, which has fewer, needs no program of its own.
+`montecarlo.py` averages over dropout masks, and `dyneval.py` adapts the weights.
 
 A logit scale multiplies the logits: it is lamb's softmax temperature, and records call it
 "temperature".
@@ -24,12 +24,25 @@ from ml_collections import config_dict
 
 from mogrifier_jax import partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.training import metrics, steps
+from mogrifier_jax.training import steps
 
 # lamb's grid of logit scales, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))
 AT_ONCE = 7  # and how many of them are tried in one pass.
 LOG_SECONDS = 30.0  # Between lines where there is no terminal.
+
+
+class Sum(NamedTuple):
+    """A sum with the count of what was summed, so that means of parts combine exactly."""
+
+    total: Any  # Scalar or array; float32 on devices, float64 on the host.
+    count: Any
+
+    def mean(self) -> float:
+        """The mean over all elements, divided once, in float64; of nothing it is nan."""
+        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
+        total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
+        return float(total.sum()) / int(count.sum()) if count.sum() else math.nan
 
 
 class TokenScores(NamedTuple):
@@ -40,7 +53,7 @@ class TokenScores(NamedTuple):
 
     def mean(self) -> float:
         """The cross-entropy: nats per token."""
-        return metrics.Sum(self.nats, len(self.nats)).mean()
+        return Sum(self.nats, len(self.nats)).mean()
 
 
 class Targets(NamedTuple):
@@ -74,8 +87,8 @@ def read_targets(plan: tasks.Plan) -> Targets:
     return Targets(tokens, valid, plan.carries)
 
 
-class Found(NamedTuple):
-    """What a dispatch finds in its windows; zeros behind those that were wanted."""
+class WindowScores(NamedTuple):
+    """The scores of the W windows of one dispatch; zeros after the last window it was asked for."""
 
     nats: Any  # [W, K, B, T] if they are kept, or else ().
     sums: Any  # [W, K], in float32.
@@ -91,9 +104,9 @@ class Deterministic:
 
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
         self.model, self.plan = model, plan
-        self._chunk = min(chunk, plan.num_windows)
+        self.chunk = min(chunk, plan.num_windows)
         run = functools.partial(
-            score_windows, model=model, batch_at=plan.batch_at, chunk=self._chunk
+            score_windows, model=model, batch_at=plan.batch_at, chunk=self.chunk
         )
         self._sum = self._jit(functools.partial(run, keep=False))
         self._score = self._jit(functools.partial(run, keep=True))
@@ -105,29 +118,29 @@ class Deterministic:
         run = self._bind(self._score, params, (logit_scale,))
 
         def only_nats(carry, first, count):
-            found, carry = run(carry, first, count)
-            return np.asarray(found.nats)[:, 0], carry
+            scores, carry = run(carry, first, count)
+            return np.asarray(scores.nats)[:, 0], carry
 
-        windows = limit(self.plan, max_windows)
+        windows = limit_windows(self.plan, max_windows)
         start = self._zero_carry()
-        nats, _ = drive(only_nats, start, self.targets, windows, self._chunk, title)
+        nats, _ = collect_nats(only_nats, start, self.targets, windows, self.chunk, title)
         return self.targets.in_order(nats)
 
     def sums(
         self, params: Any, logit_scales: Any, max_windows: int | None = None, title: str = ""
-    ) -> metrics.Sum:
+    ) -> Sum:
         """Nats at each logit scale [K], and the number of tokens.
 
         All but the softmax is computed once. The sum of a window is float32, that of all
         windows float64.
         """
         run = self._bind(self._sum, params, logit_scales)
-        total, tokens = np.float64(0), 0
-        windows = limit(self.plan, max_windows)
-        for found, _ in dispatches(run, self._zero_carry(), windows, self._chunk, title):
-            total = total + np.asarray(found.sums, np.float64).sum(-2)
-            tokens += int(np.asarray(found.counts, np.int64).sum(-1).flat[0])
-        return metrics.Sum(total, tokens)
+        total, tokens = np.zeros(len(logit_scales)), 0
+        windows = limit_windows(self.plan, max_windows)
+        for scores, _ in dispatches(run, self._zero_carry(), windows, self.chunk, title):
+            total += np.asarray(scores.sums, np.float64).sum(0)
+            tokens += int(np.asarray(scores.counts, np.int64).sum())
+        return Sum(total, tokens)
 
     @functools.cached_property
     def targets(self) -> Targets:
@@ -152,7 +165,7 @@ class Deterministic:
 def score_windows(
     params, stream, carry, first, count, logit_scales, *, model, batch_at, chunk, keep
 ):
-    """What is `Found` in `count` windows from `first` on, and the carry after them."""
+    """The `WindowScores` of `count` windows from `first` on, and the carry after them."""
 
     def score(carry, batch, index):
         del index
@@ -164,15 +177,17 @@ def score_windows(
 
         # What does not depend on the scale is not repeated.
         nats, after = jax.vmap(at, out_axes=(0, None))(logit_scales)
-        return after, Found(nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch))
+        return after, WindowScores(
+            nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch)
+        )
 
     return over_windows(score, carry, batch_at, stream, first, count, chunk)
 
 
 def over_windows(score, state, batch_at, stream, first, count, chunk):
-    """Runs score(state, batch, index) -> (state, found) on `count` of W windows.
+    """Runs score(state, batch, index) -> (state, scores) on `count` of W windows.
 
-    Returns all that was found, [W, ...] with zeros behind, and the state.
+    Returns all scores, [W, ...] with zeros after the last one, and the state.
     """
 
     def at(state, index):
@@ -180,8 +195,8 @@ def over_windows(score, state, batch_at, stream, first, count, chunk):
 
     def body(i, loop):
         state, kept = loop
-        state, found = at(state, first + i)
-        return state, jax.tree.map(lambda a, value: a.at[i].set(value), kept, found)
+        state, scores = at(state, first + i)
+        return state, jax.tree.map(lambda a, value: a.at[i].set(value), kept, scores)
 
     shapes = jax.eval_shape(at, state, first)[1]
     kept = jax.tree.map(lambda leaf: jnp.zeros((chunk, *leaf.shape), leaf.dtype), shapes)
@@ -197,16 +212,16 @@ def dispatches(
     title: str = "",
     show: Callable[[], str] = str,
 ) -> Iterator[tuple[Any, Any]]:
-    """Calls run(state, first, count) -> (found, state) until all windows are done; yields both.
+    """Calls run(state, first, count) -> (scores, state) until all windows are done; yields both.
 
-    `show()` is put behind the bar after each dispatch was looked at.
+    `show()` makes the text behind the bar, after the caller has seen the scores of a dispatch.
     """
     logged = time.monotonic()
     with tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False) as bar:
         for first in range(0, windows, chunk):
             count = min(chunk, windows - first)
-            found, state = run(state, first, count)
-            yield found, state
+            scores, state = run(state, first, count)
+            yield scores, state
             bar.update(count)
             bar.set_postfix_str(show())
             if title and bar.disable and time.monotonic() - logged > LOG_SECONDS:
@@ -214,7 +229,7 @@ def dispatches(
                 logging.info("%s: window %d/%d %s", title, first + count, windows, show())
 
 
-def drive(
+def collect_nats(
     run: Callable[..., tuple[Any, Any]],
     state: Any,
     targets: Targets,
@@ -240,13 +255,13 @@ def drive(
         total = total + parts[-1].astype(np.float64).sum((0, -2, -1))
         if not np.isfinite(total).any():
             break
-    found = np.concatenate(parts)[:windows]
-    padding = [(0, windows - len(found))] + [(0, 0)] * (found.ndim - 1)
-    return np.pad(found, padding, constant_values=np.nan), state
+    scored = np.concatenate(parts)[:windows]
+    padding = [(0, windows - len(scored))] + [(0, 0)] * (scored.ndim - 1)
+    return np.pad(scored, padding, constant_values=np.nan), state
 
 
-def limit(plan: tasks.Plan, max_windows: int | None) -> int:
-    """So many windows of a plan, or all."""
+def limit_windows(plan: tasks.Plan, max_windows: int | None) -> int:
+    """The number of windows to score: all of the plan, or at most `max_windows`."""
     return min(plan.num_windows, max_windows or plan.num_windows)
 
 
@@ -290,7 +305,6 @@ class TurnEvaluation:
 
     Args:
       settings: `config.evaluation`.
-      make: makes the passes; those of N stacked runs give N scores.
     """
 
     def __init__(
@@ -301,56 +315,50 @@ class TurnEvaluation:
         *,
         batch_size: int,
         window: int,
-        make: Callable[..., Deterministic] = Deterministic,
     ):
         self._model, self._task, self._settings = model, task, settings
-        self._batch_size, self._make = batch_size, make
+        self._batch_size = batch_size
         self.search_windows = max(1, settings.temperature_tokens // batch_size // window)
         self._train = self._pass("train", batch_size, settings.train_windows)
         # The search reads many short stripes, as training does.
-        self._search = self._pass("valid", batch_size, self.search_windows)
+        self.search = self._pass("valid", batch_size, self.search_windows)
         self._splits: dict[str, Deterministic] = {}
 
-    def __call__(self, params: Any) -> Any:
-        """`Scores` of these weights; a list of them for stacked runs."""
+    def __call__(self, params: Any) -> Scores:
+        """The scores of these weights."""
         train = mean_nats(self._train, params, 1.0, self._settings.train_windows)
-        fixed = self._settings.softmax_temperature
-        scales = self.search_temperatures(params) if fixed is None else np.full(train.shape, fixed)
-        valid = self.score("valid", params, scales)
-        if np.ndim(train) == 0:
-            return Scores(float(train), float(valid), float(scales))
-        return [Scores(*map(float, each)) for each in zip(train, valid, scales, strict=True)]
+        temperature = self._settings.softmax_temperature
+        if temperature is None:
+            temperature = search_temperature(functools.partial(self.search_nats, params))
+        return Scores(train, self.score("valid", params, temperature), float(temperature))
 
-    def search_temperatures(self, params: Any) -> np.ndarray:
-        """Each run's own logit scale; they walk down the grid together."""
+    def search_nats(self, params: Any, logit_scales: Sequence[float]) -> list[float]:
+        """Nats per token at each of these logit scales, on the text of the temperature search."""
+        sums = self.search.sums(params, logit_scales, self.search_windows)
+        return list(sums.total / sums.count)
 
-        @functools.cache
-        def score(group):
-            found = self._search.sums(params, group, self.search_windows)
-            return found.total / found.count
-
-        runs = score(TEMPERATURES[:AT_ONCE]).shape[:-1]
-        scorers: list[Any] = [lambda group, i=i: score(group)[i] for i in np.ndindex(runs)]
-        return np.reshape([search_temperature(scorer) for scorer in scorers], runs)
-
-    def score(self, split: str, params: Any, logit_scale: Any) -> Any:
+    def score(self, split: str, params: Any, logit_scale: float) -> float:
         """Nats per token of a whole split, or of as much as the settings allow."""
+        windows = self._settings.max_windows
+        return mean_nats(self.whole(split), params, logit_scale, windows, split)
+
+    def whole(self, split: str) -> Deterministic:
+        """The pass over a whole split."""
         if split not in self._splits:
             lines = self._settings.lines_per_stripe
             stripes = num_stripes(self._task, split, self._batch_size, lines)
             self._splits[split] = self._pass(split, stripes, self._settings.max_windows)
-        run, windows = self._splits[split], self._settings.max_windows
-        return mean_nats(run, params, logit_scale, windows, split)
+        return self._splits[split]
 
     def _pass(self, split: str, stripes: int, windows: int | None) -> Deterministic:
         plan = self._task.plan(split, stripes)
-        return self._make(self._model, plan, chunk=min(windows or 16, 32))
+        return Deterministic(self._model, plan, chunk=min(windows or 16, 32))
 
 
-def mean_nats(run: Deterministic, params: Any, logit_scale: Any, *args: Any) -> Any:
-    """Nats per token at one logit scale, or at that of each stacked run."""
-    found = run.sums(params, np.asarray(logit_scale)[..., None], *args)
-    return (found.total / found.count)[..., 0][()]  # [()]: a number if there are no axes.
+def mean_nats(run: Deterministic, params: Any, logit_scale: float, *args: Any) -> float:
+    """Nats per token at one logit scale."""
+    sums = run.sums(params, (logit_scale,), *args)
+    return float(sums.total[0] / sums.count)
 
 
 def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:

@@ -1,4 +1,4 @@
-"""Numbers of a run: sums with their counts, units, and the files that record them.
+"""The files that record the numbers of a run.
 
 `metrics.jsonl` holds one JSON object per line, in the order of the run, and only numbers that
 are the same each time: a resumed run writes the file that the unbroken run would have written.
@@ -13,17 +13,16 @@ no words for numbers that are not finite: they are the strings "nan", "inf" and 
 `float` reads. `speed.jsonl` holds what differs from run to run, such as tokens per second.
 TensorBoard shows both, from the folder `tensorboard`.
 
-What is printed and drawn of it is in `progress.py`.
+`units.py` shows these numbers to people, and `learning_curves.py` draws them.
 """
 
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import shutil
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,63 +30,6 @@ from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.training import workdirs
-
-
-class Sum(NamedTuple):
-    """A sum with the count of what was summed, so that means of parts combine exactly."""
-
-    total: Any  # Scalar or array; float32 on devices, float64 on the host.
-    count: Any
-
-    def mean(self) -> float:
-        """The mean over all elements, divided once, in float64; of nothing it is nan."""
-        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
-        total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
-        return float(total.sum()) / int(count.sum()) if count.sum() else math.nan
-
-
-def perplexity(nats: float) -> float:
-    """Perplexity of a cross-entropy in nats; inf rather than an overflow."""
-    try:
-        return math.exp(nats)
-    except OverflowError:
-        return math.inf
-
-
-def bits(nats: float) -> float:
-    """Bits per token of a cross-entropy in nats."""
-    return nats / math.log(2)
-
-
-def in_unit(nats: float, unit: str) -> float:
-    """A cross-entropy in the unit that people read it in: "ppl", "bpc", "bpb", or "nats"."""
-    if unit == "nats":
-        return nats
-    return perplexity(nats) if unit == "ppl" else bits(nats)
-
-
-# What the units stand for.
-UNITS = {
-    "ppl": "perplexity",
-    "bpc": "bits per character",
-    "bpb": "bits per byte",
-    "nats": "nats per token",
-}
-
-
-def digits(unit: str) -> int:
-    """How many decimals of a score are shown."""
-    return 2 if unit == "ppl" else 4
-
-
-def number(nats: float, unit: str) -> str:
-    """The same as text, without the name of the unit."""
-    return f"{in_unit(nats, unit):.{digits(unit)}f}"
-
-
-def show(nats: float, unit: str) -> str:
-    """A cross-entropy as people read it, "ppl 52.10" or "1.1480 bpc"."""
-    return f"ppl {number(nats, unit)}" if unit == "ppl" else f"{number(nats, unit)} {unit}"
 
 
 class MetricWriter:

@@ -21,7 +21,7 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax.evaluation import scoring
-from mogrifier_jax.training import metrics, progress, workdirs
+from mogrifier_jax.training import learning_curves, metrics, summaries, units, workdirs
 from mogrifier_jax.tuning import studies, trials
 
 WINDOW = 0.15  # The width of the window around the best value, as a share of the range.
@@ -112,7 +112,7 @@ class Report(NamedTuple):
         rows: list[list[Any]] = []
         for t in complete[:SHOWN]:
             settings = [f"{t.params[name]:.4g}" for name in names]
-            rows.append([t.number, f"{t.nats:.4f}", metrics.number(t.nats, self.unit), *settings])
+            rows.append([t.number, f"{t.nats:.4f}", units.number(t.nats, self.unit), *settings])
         lines += ["## Best trials", "", scoring.markdown_table(header, rows)]
         lines += [
             "",
@@ -179,11 +179,11 @@ class Report(NamedTuple):
         pictures = ("parallel_coordinates.png", "learning_curves.png")
         paths = [self.folder / file for file in ("report.md", "trials.csv", "best.py", *pictures)]
         sections["saved"] = [(path.name, str(path)) for path in paths if path.exists()]
-        return progress.table(sections)
+        return summaries.table(sections)
 
     def _show(self, trial: trials.Record) -> str:
         """A score in nats, and in the unit that people read."""
-        return f"{trial.nats:.4f} nats ({metrics.show(trial.nats, self.unit)})"
+        return f"{trial.nats:.4f} nats ({units.show(trial.nats, self.unit)})"
 
     def draw_parallel_coordinates(self) -> None:
         """Draws a line for each trial; trials with settings near the best trial's are red."""
@@ -220,11 +220,7 @@ class Report(NamedTuple):
                 text = f"{limits.at(place):g}"
                 axes.text(x, side, text, ha="center", va=align, fontsize=8, color="0.3")
         for place, side, align in ((low, 1.03, "bottom"), (high, -0.03, "top")):
-            text = (
-                metrics.show(place, self.unit)
-                if side > 1
-                else f"≥ {metrics.show(place, self.unit)}"
-            )
+            text = units.show(place, self.unit) if side > 1 else f"≥ {units.show(place, self.unit)}"
             axes.text(at[-1], side, text, ha="center", va=align, fontsize=8, color="0.3")
         labels = [name.replace(".", ".\n").replace("_", " ") for name in ranges]
         axes.set_xticks(at, [*labels, "validation\n(best on top)"], fontsize=8)
@@ -247,7 +243,7 @@ class Report(NamedTuple):
         curves = []
         for trial in self.known:
             records = metrics.read_metrics(self.folder / trial.notes.get("folder", "-"))
-            points = progress.find_points(records, "eval", "valid_nats")
+            points = learning_curves.find_points(records, "eval", "valid_nats")
             if points.size:
                 curves.append((trial, points))
         if not curves:
@@ -265,7 +261,7 @@ class Report(NamedTuple):
             if best is not None and trial.number == best.number:
                 style = dict(color="tab:red", linewidth=2, linestyle="-", zorder=3)
                 label = f"best: trial {best.number}, {best.nats:.4f} nats, "
-                label += metrics.show(best.nats, self.unit)
+                label += units.show(best.nats, self.unit)
             axes.plot(*points, label=None if label in drawn else label, **style)
             drawn.add(label)
         # The first evaluation is of untrained weights, far above what tells the trials apart.
@@ -275,7 +271,7 @@ class Report(NamedTuple):
         axes.set_ylim(low - margin, high + margin)
         axes.spines["right"].set_visible(False)
         path = self.folder / "learning_curves.png"
-        progress.save_curves(axes, "validation, nats per token", path)
+        learning_curves.save_curves(axes, "validation, nats per token", path)
 
 
 def complete_trials(known: Sequence[trials.Record]) -> list[trials.Record]:

@@ -1,8 +1,9 @@
 """Where the trials of a study are kept: Optuna's storages, or a Vizier service.
 
 A storage of Optuna is an SQLAlchemy URL, such as sqlite:///study.db or that of a PostgreSQL server,
-or the path of a journal file on a disk that all workers see. `trials.py` hands out the trials. A
-storage that lost trials is refused. The study does not start again from nothing.
+or the path of a journal file on a disk that all workers see. `optuna_queue.py` and
+`vizier_queue.py` hand out the trials. A storage that lost trials is refused, so that a study never
+starts again from nothing.
 
 Samplers suggest settings for the trials that Optuna keeps. A service makes its own suggestions.
 """
@@ -27,7 +28,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from mogrifier_jax import errors
 from mogrifier_jax.training import workdirs
-from mogrifier_jax.tuning import studies, trials
+from mogrifier_jax.tuning import optuna_queue, studies, vizier_queue
 
 SAMPLERS = ("gp", "tpe", "random")
 _COPY = "put it back from a copy, or use another --storage and --workdir for a new study"
@@ -79,7 +80,7 @@ def open_queue(
     queue: Any
     if storage.startswith("vizier://"):
         ranges, prunes = study.ranges, prune is not None
-        queue = trials.VizierQueue(
+        queue = vizier_queue.Queue(
             storage, name, ranges, num_trials, workdir=workdir, about=about, prune=prunes
         )
     else:
@@ -93,7 +94,7 @@ def open_queue(
             pruner=None if prune is None else make_pruner(prune),
             known=f"the study {name!r} of {workdir}" if began else None,
         )
-        queue = trials.Queue(opened, study.ranges, num_trials)
+        queue = optuna_queue.Queue(opened, study.ranges, num_trials)
     if lost := sorted(folders - queue.folders()):
         more = f" and {len(lost) - 3} more" * (len(lost) > 3)
         raise _forgotten(storage, f"{', '.join(lost[:3])}{more} of {workdir}")
@@ -221,7 +222,7 @@ def _is_entry(line: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def sentences() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Turns errors of a storage while trials run into one sentence."""
     try:
         yield

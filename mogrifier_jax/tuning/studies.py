@@ -91,12 +91,6 @@ class Study:
         """Whether dynamic evaluation of a trained run is tuned, rather than training."""
         return set(self.ranges) <= set(DYNEVAL)
 
-    @property
-    def shapes(self) -> tuple[str, ...]:
-        """The settings that decide the shapes of the program."""
-        traced = DYNEVAL[1:] if self.adapts else TRACED
-        return tuple(name for name in self.ranges if name not in traced)
-
     def to_json(self) -> dict[str, Any]:
         """The study as plain values, which the storage keeps."""
         ranges = {name: list(limits) for name, limits in self.ranges.items()}

@@ -2,24 +2,24 @@
 
     python -m mogrifier_jax.main --mode=tune --config=experiments/ptb.py --study=appendix_a \
         --trials=100 --parallel=4 --workdir=runs/tune_ptb
-    python -m mogrifier_jax.main --mode=tune --study=dyneval --workdir=runs/ptb --parallel=8
+    python -m mogrifier_jax.main --mode=tune --study=dyneval --workdir=runs/ptb --parallel=2
 
-The first command tunes training. The second tunes dynamic evaluation of a trained run. Any number
-of workers may share a storage. `studies.py` says what is tuned, `trials.py` hands out suggestions,
-and `report.py` writes the report. The objective is the best validation cross-entropy, in nats per
-token. Trials of the same shape train in one program, others one after the other. Compiled programs
-are kept for the next trial of the same shape.
+The first command tunes training, the second dynamic evaluation of a trained run. A trial is a run
+like any other. Any number of workers may share a storage, and `--parallel` starts several on this
+machine. `studies.py` says what is tuned, `optuna_queue.py` hands out suggestions, and `report.py`
+writes the report. The objective is the best validation cross-entropy, in nats per token. Compiled
+programs are kept for the next trial of the same shape.
 """
 
 import collections
-import contextlib
 import copy
-import functools
 import json
 import os
 import pathlib
+import signal
+import sys
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -28,9 +28,18 @@ from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import dyneval, methods
+from mogrifier_jax.evaluation import dyneval, eval_options, methods
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import programs, progress, runs, train, workdirs
+from mogrifier_jax.training import (
+    processes,
+    programs,
+    run_record,
+    runs,
+    signals,
+    train,
+    units,
+    workdirs,
+)
 from mogrifier_jax.tuning import report, storages, studies, trials
 
 POLL_SECONDS = 2.0  # Between looks at the trials of other workers.
@@ -40,9 +49,11 @@ class Executor(Protocol):
     """Runs trials, and notes the value of each or why it has none."""
 
     unit: str  # The unit of scores that people read.
+    at_once: int  # How many trials it is given at a time,
+    shared: tuple[str, ...]  # and the settings that are the same in all of them.
 
-    def run(self, asked: Sequence[trials.Trial]) -> None:
-        """Runs all of these trials, together where that is possible."""
+    def run(self, asked: Sequence[Any]) -> None:
+        """Runs these trials."""
 
 
 def tune(
@@ -52,7 +63,6 @@ def tune(
     study: str,
     name: str,
     num_trials: int,
-    parallel: int = 1,
     prune: bool = False,
     **where: Any,
 ) -> list[trials.Record]:
@@ -60,9 +70,8 @@ def tune(
 
     `where` has the storage and the sampler: see `storages.open_queue`.
     """
-    check_numbers(num_trials, parallel)
-    tuned = studies.load(study)
-    studies.check(tuned)
+    check_numbers(num_trials)
+    tuned = check_study(study)
     queue = storages.open_queue(
         tuned,
         workdir,
@@ -73,23 +82,22 @@ def tune(
         config=plain_config(config),
         **where,
     )
-    training = Training(tuned, config, workdir, parallel)
-    return work(queue, training, tuned, workdir, parallel, config)
+    return work(queue, Training(tuned, config, workdir), tuned, workdir, config)
 
 
 def tune_dyneval(
-    run: str, options: config_dict.ConfigDict, *, num_trials: int, parallel: int = 1, **where: Any
+    run: str, options: config_dict.ConfigDict, *, num_trials: int, **where: Any
 ) -> list[trials.Record]:
     """Tunes dynamic evaluation of a trained run on its validation set.
 
-    The study is in `dyneval_study` of the run. `options` are those of evaluation. Trials with the
-    same window run side by side, each with its own adapting weights.
+    The study is in `dyneval_study` of the run. `options` are those of evaluation. As many trials
+    as `options.dyneval.parallel` run side by side, each with its own adapting weights.
     """
-    check_numbers(num_trials, parallel)
-    methods.check_options(options)
+    check_numbers(num_trials)
+    eval_options.check(options)
     adapting = Adapting(run, options)
     tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
-    workdir = os.path.join(run, "dyneval_study")
+    workdir = dyneval_workdir(run)
     queue = storages.open_queue(
         tuned,
         workdir,
@@ -99,14 +107,19 @@ def tune_dyneval(
         step=adapting.scorer.loaded.info["step"],
         **where,
     )
-    return work(queue, adapting, tuned, workdir, parallel)
+    return work(queue, adapting, tuned, workdir)
 
 
-def check_numbers(num_trials: int, parallel: int) -> None:
+def dyneval_workdir(run: str) -> str:
+    """The folder of a study of dynamic evaluation."""
+    return os.path.join(run, "dyneval_study")
+
+
+def check_numbers(num_trials: int, parallel: int = 1) -> None:
     """Refuses numbers below 1, and a worker of several processes."""
-    for flag, value in (("trials", num_trials), ("parallel", parallel)):
-        if value < 1:
-            raise errors.UsageError(f"--{flag}={value} must be at least 1")
+    if num_trials < 1:
+        raise errors.UsageError(f"--trials={num_trials} must be at least 1")
+    processes.check_parallel(parallel)
     if jax.process_count() > 1:
         raise errors.UsageError(
             "--mode=tune runs in one process: start one worker on each host, without "
@@ -114,18 +127,54 @@ def check_numbers(num_trials: int, parallel: int) -> None:
         )
 
 
+def check_study(name: str) -> studies.Study:
+    """The study of training with this name, or in this file; refuses one that is impossible."""
+    tuned = studies.load(name)
+    studies.check(tuned)
+    return tuned
+
+
+def start_workers(flags: Sequence[str], workdir: str, parallel: int) -> None:
+    """Starts a command of `--mode=tune` as several workers; waits until the study is complete.
+
+    The first worker shows what it does, and the others write to files in the workdir.
+    """
+    logs = pathlib.Path(workdir) / "workers"
+    command = [sys.executable, "-m", "mogrifier_jax.main", *flags, "--parallel=1"]
+    jobs = [
+        processes.Job(f"worker {index}", command, logs / f"{index}.txt" if index else None)
+        for index in range(parallel)
+    ]
+    codes = []
+    for ended in processes.run_side_by_side(jobs, parallel):
+        codes.append(ended.code)
+        if ended.code is not None and 0 < ended.code != errors.Interrupted.exit_code:
+            where = f"the reason is in {ended.job.log}" if ended.job.log else "it says why above"
+            raise errors.UsageError(f"{ended.job.name} ended with code {ended.code}; {where}")
+        if ended.code is not None and ended.code < 0:
+            logging.warning(
+                "%s was ended by %s; the others take over", ended.job.name, signal_name(ended.code)
+            )
+    if 0 not in codes:  # A worker that ends by itself has seen the whole study complete.
+        raise errors.Interrupted("all workers were stopped; the same command goes on")
+
+
+def signal_name(code: int) -> str:
+    """The signal of a negative exit code."""
+    return signal.Signals(-code).name
+
+
 def work(
     queue: Any,
     executor: Executor,
     study: studies.Study,
     workdir: str,
-    parallel: int,
     config: config_dict.ConfigDict | None = None,
 ) -> list[trials.Record]:
     """Runs trials until the study is complete, also those that other workers leave behind."""
-    with storages.sentences():
+    with storages.explain_errors():
         while True:
-            asked = queue.ask(parallel, study.shapes)
+            asked = queue.ask(executor.at_once, executor.shared)
             if asked:
                 logging.info("%s", describe_progress(queue))
                 with queue.hold(asked):
@@ -153,7 +202,7 @@ def describe_progress(queue: Any) -> str:
         line += f"; best {complete[0].nats:.4f} nats (trial {complete[0].number})"
     if over and running:
         mean = sum(trial.seconds for trial in over) / len(over)
-        line += f"; about {progress.span((queue.target - len(over)) * mean / running)} left"
+        line += f"; about {units.span((queue.target - len(over)) * mean / running)} left"
     return line
 
 
@@ -161,31 +210,27 @@ KEPT_PROGRAMS = 4  # Shapes whose compiled programs are kept for the next trial.
 
 
 class Training:
-    """Trains the trials; keeps compiled programs for the next trial of the same shape."""
+    """Trains a trial at a time; keeps compiled programs for the next trial of the same shape."""
 
-    def __init__(
-        self, study: studies.Study, config: config_dict.ConfigDict, workdir: str, parallel: int
-    ):
-        self._study, self._config = study, config
-        self._workdir, self._parallel = workdir, parallel
+    at_once = 1
+    shared: tuple[str, ...] = ()
+
+    def __init__(self, study: studies.Study, config: config_dict.ConfigDict, workdir: str):
+        self._study, self._config, self._workdir = study, config, workdir
         names = (name.split(".") for name in study.ranges)
         self._tuned = tuple(key for section, key in names if section == "dropout")
-        self._programs: collections.OrderedDict[Hashable, train.Compiled] = (
-            collections.OrderedDict()
-        )
-        self._alone = Site(runs.make_mesh(config))
-        self._together = Site(programs.make_mesh(parallel)) if parallel > 1 else self._alone
+        self._mesh = runs.make_mesh(config)
+        self._tasks: dict[str, tasks.Task] = {}
+        self._programs: dict[Hashable, programs.Programs] = {}
         # This refuses an impossible experiment before any trial.
-        run = self._make_run(studies.configure(study, config, {}), self._together)
-        self.unit = run.task.score_unit
+        self.unit = self._make_run(studies.configure(study, config, {})).task.score_unit
 
-    def run(self, asked: Sequence[trials.Trial]) -> None:
-        """Trains trials of the same shape in one program, and these groups one after the other."""
-        groups: dict[Hashable, list[tuple[trials.Trial, runs.Run]]] = {}
+    def run(self, asked: Sequence[Any]) -> None:
+        """Trains the trials one after the other, and notes the value of each."""
         for trial in asked:
             config = studies.configure(self._study, self._config, trial.params)
             try:
-                run = self._make_run(config, self._together)
+                run = self._make_run(config)
             except errors.UsageError as error:
                 trial.fail("infeasible", str(error))
                 continue
@@ -193,70 +238,67 @@ class Training:
                 hidden_size=run.model.hidden_size,
                 num_params=sum(models.count_parameters(run.model).values()),
             )
-            groups.setdefault(shape_of(run), []).append((trial, run))
-        for group in groups.values():
-            self._train(*zip(*group, strict=True))
+            try:
+                self._train(trial, run)
+            except errors.Diverged as error:
+                trial.fail("diverged", str(error))
 
-    def _train(self, asked: Sequence[trials.Trial], made: Sequence[runs.Run]) -> None:
-        """Trains trials of one shape in one program; one alone uses all devices."""
-        size = self._parallel if len(asked) > 1 else 1
-        if size == 1 and self._alone is not self._together:
-            made = [self._make_run(made[0].config, self._alone)]
-        folders = [os.path.join(self._workdir, trial.folder) for trial in asked]
-        with contextlib.ExitStack() as stack:
-            books = []
-            for trial, run, folder in zip(asked, made, folders, strict=True):
-                workdirs.check_config(folder, run.config)
-                books.append(stack.enter_context(train.open_book(run, folder, trial.report)))
-            outcomes = train.train(books, self._program(made[0], size))
-        for told in zip(asked, folders, outcomes, strict=True):
-            self._tell(*told)
+    def _train(self, trial: Any, run: runs.Run) -> None:
+        folder, compiled = os.path.join(self._workdir, trial.folder), self._compile(run)
+        workdirs.check_config(folder, run.config)
+        with run_record.open_record(run, folder) as record:
+            with signals.StopRequests() as stop_requests:
+                ended = train.train_turns(record, compiled, stop_requests, on_turn=trial.report)
+            if ended.kind == "pruned":
+                trial.fail("pruned", ended.message)
+            elif ended.kind != "lost":  # Another worker finishes a trial that it has taken over.
+                results = train.score_best(record, compiled)
+                trial.note(
+                    **{key: results[key] for key in ("best_turn", "temperature", "test_nats")}
+                )
+                trial.finish(results["valid_nats"])
 
-    def _make_run(self, config: config_dict.ConfigDict, place: "Site") -> runs.Run:
-        return runs.make_run(config, place.of_runs, place.task(config), tuned=self._tuned)
+    def _make_run(self, config: config_dict.ConfigDict) -> runs.Run:
+        return runs.make_run(config, self._mesh, tuned=self._tuned, load_task=self._load_task)
 
-    def _program(self, run: runs.Run, size: int) -> train.Compiled:
-        """The kept program for `size` runs of this shape, or a new one."""
-        key = size, shape_of(run)
-        if key not in self._programs:
-            together = functools.partial(programs.Together, count=size, mesh=self._together.mesh)
-            self._programs[key] = programs.Alone(run) if size == 1 else together(run)
-        self._programs.move_to_end(key)
-        if len(self._programs) > KEPT_PROGRAMS:
-            self._programs.popitem(last=False)
-        return self._programs[key]
+    def _load_task(self, config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.Task:
+        """The task of a config; trials with the same data share one task."""
+        options = {k: v for k, v in config.data.items() if k != "drop_state_probability"}
+        key = json.dumps([config.seed, options], sort_keys=True, default=str)
+        if key not in self._tasks:
+            self._tasks[key] = runs.make_task(config, mesh)
+        return self._tasks[key]
 
-    def _tell(self, trial: trials.Trial, folder: str, outcome: train.Outcome) -> None:
-        """Notes the value of a trial, or why it has none."""
-        if isinstance(outcome, Mapping):
-            workdirs.write_json(folder, "results.json", outcome)
-            names = ("best_turn", "temperature", "test_nats")
-            trial.note(**{name: outcome[name] for name in names})
-            trial.finish(outcome["valid_nats"])
-        elif isinstance(outcome, trials.Pruned):
-            trial.fail("pruned", str(outcome))
-        elif isinstance(outcome, trials.Lost):
-            logging.warning("%s", outcome)
-        else:
-            trial.fail("diverged", str(outcome))
+    def _compile(self, run: runs.Run) -> programs.Programs:
+        """The programs of runs of this shape, which may be there already."""
+        key = shape_of(run)
+        # The shape that was used last comes last; the first ones are forgotten.
+        compiled = self._programs.pop(key, None) or programs.Programs(run)
+        self._programs[key] = compiled
+        while len(self._programs) > KEPT_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return compiled
 
 
 class Adapting:
     """Runs trials of dynamic evaluation; those with the same window run at once."""
 
+    shared: tuple[str, ...] = ("window",)
+
     def __init__(self, trained: str, options: config_dict.ConfigDict):
+        self.at_once = options.dyneval.parallel or 1
         self._trained, self._options = trained, options
         self.scorer = methods.Scorer(trained, options)
         self.unit = self.scorer.texts.unit
         if "valid" not in self.scorer.texts.names:
             raise errors.UsageError("settings are chosen on the validation set; drop --eval.text")
 
-    def run(self, asked: Sequence[trials.Trial]) -> None:
+    def run(self, asked: Sequence[Any]) -> None:
         """Runs the trials of each window together, one window after the other."""
         for window in dict.fromkeys(trial.params["window"] for trial in asked):
             self._run_window(window, [t for t in asked if t.params["window"] == window])
 
-    def _run_window(self, window: int, asked: Sequence[trials.Trial]) -> None:
+    def _run_window(self, window: int, asked: Sequence[Any]) -> None:
         if self.scorer.options.dyneval.window != window:
             options = copy.deepcopy(self._options)
             with options.unlocked():
@@ -278,24 +320,6 @@ class Adapting:
                 trial.finish(outcome.mean())
             else:
                 trial.fail("diverged", methods.show_outcome(outcome))
-
-
-class Site:
-    """The devices that trials run on, and the tasks that are loaded there."""
-
-    def __init__(self, mesh: jax.sharding.Mesh):
-        self.mesh = mesh
-        # Each of several runs side by side is on one device, perhaps with others.
-        self.of_runs = programs.home(mesh) if "trial" in mesh.shape else mesh
-        self._tasks: dict[str, tasks.Task] = {}
-
-    def task(self, config: config_dict.ConfigDict) -> tasks.Task:
-        """The task of a config; trials with the same data share one task."""
-        options = {k: v for k, v in config.data.items() if k != "drop_state_probability"}
-        key = json.dumps([config.seed, options], sort_keys=True, default=str)
-        if key not in self._tasks:
-            self._tasks[key] = runs.make_task(config, self.mesh)
-        return self._tasks[key]
 
 
 def shape_of(run: runs.Run) -> Hashable:

@@ -9,11 +9,11 @@ import sys
 import jax
 import pytest
 
-from mogrifier_jax import configs, errors, partitioning
+from mogrifier_jax import configs, errors, hardware, partitioning
 from mogrifier_jax.analysis import sweeps, tables
 from mogrifier_jax.configs import Row, Set
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, runs, train
+from mogrifier_jax.training import metrics, programs, runs, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 ABLATION = str(ROOT / "experiments" / "ablation.py")
@@ -116,7 +116,7 @@ def test_variants_can_be_trained(variant):
     config = configs.load_config(f"{ABLATION}:{variant},tiny")
     config.data.name = "pydoc"
     run = runs.make_run(config)
-    state, found = run.jit_steps().eval_shape(
+    state, found = programs.jit_train_steps(run).eval_shape(
         run.abstract_state(), run.task.stream, run.hyper, num_steps=1
     )
     assert jax.tree.structure(state) == jax.tree.structure(run.abstract_state())
@@ -247,10 +247,9 @@ def test_runs_at_once_share_the_cores(file, beside, tmp_path, monkeypatch):
     assert bound[1::2] == [{0, 1, 2, 5, 7}] * 2  # and what is restored.
     noted = [sweeps.read_record(tmp_path / "w" / v / "seed1")["hardware"] for v in "ab"]
     assert noted == [f"{n} cpu, {n} of {os.cpu_count()} cores" for n in (3, 2)]
-    assert sweeps.share_cores(6) == [{0}, {1}, {2}, {5}, {7}, {0}]
 
 
-@pytest.mark.skipif(len(sweeps.share_cores(1)[0]) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(hardware.usable_cores()) < 2, reason="needs two cores")
 def test_a_run_beside_another_sees_its_own_cores_only(file, beside, tmp_path):
     sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
     seen = [int((tmp_path / "w" / v / "seed1" / "cores").read_text()) for v in "ab"]

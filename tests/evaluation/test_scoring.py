@@ -12,7 +12,7 @@ from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora
 from mogrifier_jax.data.datasets import text as local_text
-from mogrifier_jax.evaluation import methods, pretrained, scoring
+from mogrifier_jax.evaluation import eval_options, methods, pretrained, scoring
 from mogrifier_jax.training import checkpoints, runs, train, workdirs
 from mogrifier_jax.training.evaluate import TokenScores
 
@@ -67,7 +67,7 @@ def workdir(trained, tmp_path):
 
 
 def make_options(**changes):
-    chosen = methods.default_options()
+    chosen = eval_options.defaults()
     with chosen.unlocked():
         chosen.update({"temperature": "0.9", **changes})
     return chosen

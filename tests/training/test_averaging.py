@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import schedule
+from mogrifier_jax.training import averaging
 
 KINDS = ["none", "triggered", "two_tailed"]
 
@@ -26,7 +26,7 @@ def assert_mean_of(got, trajectory):
 
 
 def test_triggered_average_is_the_mean_since_the_start():
-    average = schedule.make_averaging("triggered")
+    average = averaging.make_averaging("triggered")
     update = jax.jit(average.update)
     trajectory = weights(9)
     state = average.init(trajectory[0])
@@ -48,7 +48,7 @@ def test_triggered_average_is_the_mean_since_the_start():
 
 
 def test_triggered_average_ignores_nan_before_the_start():
-    average = schedule.make_averaging("triggered")
+    average = averaging.make_averaging("triggered")
     params = weights(1)[0]
     bad = jax.tree.map(lambda x: x * jnp.nan, params)
     state = average.update(average.init(params), bad)
@@ -57,7 +57,7 @@ def test_triggered_average_ignores_nan_before_the_start():
 
 
 def test_two_tailed_averages_by_hand():
-    average = schedule.make_averaging("two_tailed")
+    average = averaging.make_averaging("two_tailed")
     update, after = jax.jit(average.update), jax.jit(average.after_evaluation)
     t = weights(12)
     state = average.init(t[0])
@@ -84,7 +84,7 @@ def test_two_tailed_averages_by_hand():
 
 
 def test_two_tailed_does_not_switch_to_nan():
-    average = schedule.make_averaging("two_tailed")
+    average = averaging.make_averaging("two_tailed")
     t = weights(4)
     state = average.update(average.init(t[0]), t[0])
     state = average.after_evaluation(state, 2.0, 2.0)
@@ -128,7 +128,7 @@ class WatchedTails:
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
 def test_watched_tails_equal_the_algorithm_with_lists(patience):
-    average = schedule.make_averaging("two_tailed", patience)
+    average = averaging.make_averaging("two_tailed", patience)
     update, after = jax.jit(average.update), jax.jit(average.after_evaluation)
     trajectory, rng, seen = weights(120), np.random.default_rng(patience), set()
     state, expected = average.init(trajectory[0]), WatchedTails(patience)
@@ -163,7 +163,7 @@ def test_watched_tails_equal_the_algorithm_with_lists(patience):
 def test_without_stagnation_and_with_worse_raw_weights_watched_tails_are_the_two_tails():
     t, states = weights(12), []
     for patience in (None, 100):
-        average = schedule.make_averaging("two_tailed", patience)
+        average = averaging.make_averaging("two_tailed", patience)
         state = average.init(t[0])
         for turn, (short, long) in enumerate([(2.0, 2.0), (2.1, 1.9), (1.7, 1.8), (1.9, 1.6)]):
             for params in t[3 * turn : 3 * turn + 3]:
@@ -178,13 +178,13 @@ def test_without_stagnation_and_with_worse_raw_weights_watched_tails_are_the_two
 
 def test_stagnation_belongs_to_two_tails():
     with pytest.raises(errors.UsageError, match=r"stagnating_evaluations 3 is for .* two_tailed"):
-        schedule.make_averaging("triggered", 3)
+        averaging.make_averaging("triggered", 3)
 
 
 @pytest.mark.parametrize("kind, copies", [("none", 0), ("triggered", 1), ("two_tailed", 2)])
 def test_memory(kind, copies):
     params = weights(1)[0]
-    state = schedule.make_averaging(kind).init(params)
+    state = averaging.make_averaging(kind).init(params)
     arrays = [x.size for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
     assert sum(arrays) == copies * 7
 
@@ -202,7 +202,7 @@ def turn(average, state, params, start, xe):
 def test_stacked_states_equal_single_ones(kind):
     """Trials with different decisions run side by side under one vmap."""
     arguments = ("two_tailed", 1) if kind == "watched" else (kind,)
-    average = schedule.make_averaging(*arguments)
+    average = averaging.make_averaging(*arguments)
     starts, xes = jnp.array([True, False, True]), jnp.array([1.0, 2.0, -1.0])
     trajectories = [weights(5)[i : i + 3] for i in range(3)]
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731
@@ -224,7 +224,7 @@ def test_stacked_states_equal_single_ones(kind):
 
 
 def test_none_is_the_raw_weights():
-    average = schedule.make_averaging("none")
+    average = averaging.make_averaging("none")
     params = weights(1)[0]
     state = average.start(average.update(average.init(params), params))
     assert state == () and average.value(state, params) is params

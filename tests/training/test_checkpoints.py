@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.training import checkpoints, leaves, runs, workdirs
+from mogrifier_jax.training import checkpoints, leaves, signals, workdirs
 from tests import resolved_configs
 
 
@@ -507,7 +507,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_signals_ask_for_a_stop():
     before = signal.getsignal(signal.SIGTERM)
-    with runs.StopRequests() as stop:
+    with signals.StopRequests() as stop:
         assert not stop.requested()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested()

@@ -1,5 +1,7 @@
 """Deterministic evaluation: every token once, the state kept, the temperature of lamb's grid."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,3 +159,16 @@ def test_a_turn_scores_training_data_temperature_and_validation(small):
     fixed = configs.base({"evaluation": fixed}).evaluation
     turn = evaluate.TurnEvaluation(small.model, small.task, fixed, batch_size=4, window=6)
     assert turn(small.params).temperature == 0.9
+
+
+def test_means_of_parts_combine_to_the_mean_of_all():
+    a = evaluate.Sum(jnp.array([1.0, 2.0]), jnp.array([1, 2]))
+    b = evaluate.Sum(jnp.array([6.0, 0.0]), jnp.array([1, 0]))
+    assert jax.tree.map(jnp.add, a, b).mean() == 9 / 4
+    assert (a.mean() + b.mean()) / 2 != 9 / 4
+    total = jax.jit(lambda x: jax.tree.map(jnp.sum, x))(a)
+    assert isinstance(total, evaluate.Sum) and total.mean() == 1.0
+    # Float32 would lose the ones.
+    many = evaluate.Sum(np.float32([2**25, 1, 1, 1, 1]), np.int32([1] * 5))
+    assert many.mean() == (2.0**25 + 4) / 5
+    assert math.isnan(evaluate.Sum(0.0, 0).mean())

@@ -1,21 +1,14 @@
-"""Metrics: exact files over kills and resumes, means divided once, output that reads well."""
+"""The files of metrics: exact over kills and resumes, legal JSON, the same in TensorBoard."""
 
 import json
 import math
-import os
-import pty
-import subprocess
-import sys
-import termios
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import logging
 
-from mogrifier_jax import errors
-from mogrifier_jax.training import metrics, progress
+from mogrifier_jax.training import metrics
 
 
 def write_steps(writer, steps):
@@ -97,130 +90,3 @@ def test_without_tensorboardx_there_is_one_line_about_it(tmp_path, monkeypatch, 
         writer.write(1, "train", loss_nats=1.0)
     assert caplog.text.count("tensorboardX is not installed") == 1
     assert not (tmp_path / "tensorboard").exists()
-
-
-def test_means_of_parts_combine_to_the_mean_of_all():
-    a = metrics.Sum(jnp.array([1.0, 2.0]), jnp.array([1, 2]))
-    b = metrics.Sum(jnp.array([6.0, 0.0]), jnp.array([1, 0]))
-    assert jax.tree.map(jnp.add, a, b).mean() == 9 / 4
-    assert (a.mean() + b.mean()) / 2 != 9 / 4
-    total = jax.jit(lambda x: jax.tree.map(jnp.sum, x))(a)
-    assert isinstance(total, metrics.Sum) and total.mean() == 1.0
-    # Float32 would lose the ones.
-    many = metrics.Sum(np.float32([2**25, 1, 1, 1, 1]), np.int32([1] * 5))
-    assert many.mean() == (2.0**25 + 4) / 5
-    assert math.isnan(metrics.Sum(0.0, 0).mean())
-
-
-def test_units():
-    assert metrics.perplexity(math.log(50)) == pytest.approx(50)
-    assert metrics.perplexity(1e4) == math.inf
-    assert math.isnan(metrics.perplexity(math.nan))
-    assert metrics.bits(math.log(2)) == 1
-    shown = [progress.quantity(n) for n in (0, 9.5, 999, 1000, 12345, 999_999, 2.5e9)]
-    assert shown == ["0", "9.5", "999", "1k", "12.3k", "1M", "2.5G"]
-    shown = [progress.span(s) for s in (5, 59.6, 3599, 3600, 90000)]
-    assert shown == ["5s", "1m00s", "59m59s", "1h00m", "1d01h"]
-
-
-def test_table_is_aligned():
-    text = progress.table(
-        {"model": [("parameters", 24_000_123), ("rounds", 5)], "mesh": [("data", "8 devices")]}
-    )
-    assert text.splitlines() == [
-        "── model ───────────────",
-        "  parameters  24,000,123",
-        "  rounds      5",
-        "── mesh ────────────────",
-        "  data        8 devices",
-        "────────────────────────",
-    ]
-
-
-SHOW = """
-import logging, time
-import absl.logging
-from mogrifier_jax.training import progress
-progress.setup_logging()
-with progress.Bar(40, 1000, seconds=0.0, unit="ppl") as bar:
-    for step in (10, 20, 30, 40):
-        time.sleep(0.15)
-        bar.update(step, 1.0)
-        absl.logging.info("noted %d", step)
-absl.logging.warning("careful")
-"""
-
-
-@pytest.mark.slow
-def test_on_a_terminal_there_is_a_bar_and_each_line_comes_once():
-    leader, follower = pty.openpty()
-    termios.tcsetwinsize(follower, (24, 100))
-    with subprocess.Popen(
-        [sys.executable, "-c", SHOW], stderr=follower, stdout=follower
-    ) as process:
-        os.close(follower)
-        output = b""
-        try:
-            while chunk := os.read(leader, 4096):
-                output += chunk
-        except OSError:  # How a pseudo-terminal says that it is over.
-            pass
-    os.close(leader)
-    assert process.returncode == 0
-    text = output.decode()
-    assert text.count("noted 20") == 1
-    assert text.count("warning: careful") == 1
-    assert "20/40" in text and "ppl 2.72" in text and "tok/s" in text and "left" in text
-    assert "step 20/40" not in text
-
-
-@pytest.mark.slow
-def test_without_a_terminal_there_are_lines():
-    result = subprocess.run(
-        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True
-    )
-    lines = result.stderr.splitlines()
-    assert len(lines) == 9
-    assert "step 20/40 loss 1.0000  ppl 2.72" in lines[2]
-    assert lines[3].endswith(" noted 20")
-
-
-def test_lines_come_no_more_often_than_asked(caplog):
-    logging.set_verbosity(logging.INFO)
-    with progress.Bar(100, 10, seconds=3600, unit="bpc") as bar:
-        for step in range(1, 50):
-            bar.update(step, 1.0)
-    assert "step" not in caplog.text
-    assert bar.tokens_per_second > 0
-
-
-def test_a_pause_does_not_count(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    with progress.Bar(100, 10) as bar:
-        clock[0] += 1
-        bar.update(5, 1.0)
-        assert bar.tokens_per_second == 50
-        with bar.paused():
-            clock[0] += 1000
-        clock[0] += 1
-        bar.update(10, 1.0)
-        assert bar.tokens_per_second == 50
-
-
-@pytest.mark.parametrize("unit", ["ppl", "bpc"])
-def test_learning_curve(tmp_path, unit):
-    with metrics.MetricWriter(tmp_path) as writer:
-        for turn in range(5):
-            nats = 4 * math.exp(-turn)
-            writer.write(
-                turn * 10, "eval", turn=turn, valid_nats=nats, averaged=turn > 2, best=True
-            )
-            writer.write(turn * 10 + 5, "train", loss_nats=nats if turn < 4 else math.nan)
-    content = progress.learning_curve(tmp_path, unit=unit).read_bytes()
-    assert content.startswith(b"\x89PNG") and len(content) > 10_000
-
-
-def test_learning_curve_of_nothing_is_refused(tmp_path):
-    with pytest.raises(errors.UsageError, match="nothing to draw"):
-        progress.learning_curve(tmp_path)

@@ -1,4 +1,3 @@
-import math
 import os
 import pathlib
 import re
@@ -6,24 +5,14 @@ import subprocess
 import sys
 import types
 
-import jax
 import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, hardware
 from mogrifier_jax.training import runs
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture
-def config(monkeypatch):
-    """Undoes changes of the cache's folder."""
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    yield monkeypatch
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.parametrize(
@@ -44,96 +33,13 @@ def test_a_set_key_decides_about_groups(at_once, expected, monkeypatch):
     assert runs.make_run(config).program.accumulate_at_once == expected
 
 
-def test_compiled_programs_are_kept_unless_told_where(config, tmp_path):
-    config.setenv("MOGRIFIER_CACHE_DIR", str(tmp_path))
-    runs.use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compiled")
-    jax.config.update("jax_compilation_cache_dir", "mine")
-    config.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
-    runs.use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == "mine"
-
-
-@pytest.mark.parametrize("text", ["5", "5:", "a:b", "0:3", "7:6", "1:2:3", "-1:4"])
-def test_steps_that_cannot_be_traced(text):
-    with pytest.raises(errors.UsageError, match="is not N:M"):
-        runs.parse_steps(text)
-
-
-@pytest.mark.parametrize(
-    ("steps", "traced"),
-    [
-        ("1:1", [0]),
-        ("4:5", [0, 4]),  # Dispatches of four steps each: 1 to 4, 5 to 8.
-        ("5:8", [4]),
-        ("6:13", [4, 8, 12]),
-        ("99:100", []),
-        (None, []),
-    ],
-)
-def test_whole_dispatches_are_traced(steps, traced, monkeypatch, tmp_path):
-    running, seen = [], []
-    monkeypatch.setattr(jax.profiler, "start_trace", running.append)
-    monkeypatch.setattr(jax.profiler, "stop_trace", running.pop)
-    trace = runs.Trace(tmp_path, steps)
-    for done in range(0, 20, 4):
-        with trace.steps(done, 4):
-            seen += [done] * len(running)
-    assert seen == traced and not running
-
-
-def write_group(root, listing, **files):
-    """A root folder with the control groups that these files describe."""
-    files = {"proc/self/cgroup": listing, **files}
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("listing", "files", "expected"),
-    [
-        ("0::/a/b\n", {"sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/a\n", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
-        (
-            "4:memory:/x\n1:cpuacct,cpu:/x\n",
-            {
-                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
-            },
-            3.0,
-        ),
-        (
-            "1:cpu:/\n",
-            {
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            math.inf,
-        ),
-    ],
-)
-def test_the_quota_of_a_container_is_found(listing, files, expected, tmp_path):
-    assert partitioning.quota(write_group(tmp_path, listing, **files)) == expected
-    assert partitioning.quota(tmp_path / "elsewhere") == math.inf
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(math.inf, [1, 4, 6]), (2.9, [1, 4]), (0.5, [1])])
-def test_cores_are_those_of_affinity_and_quota(quota, cores, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {6, 1, 4}, raising=False)
-    monkeypatch.setattr(partitioning, "quota", lambda: quota)
-    assert partitioning.usable_cores() == cores
-
-
 @pytest.mark.parametrize(("name", "value"), [("data.batch_size", 9), ("optimizer.accumulate", 3)])
 def test_cores_nobody_counted_divide_any_batch(name, value, monkeypatch):
     config = pydoc.get_config("tiny")  # Its batch has 32 stripes, which 8 devices divide.
     config.update_from_flattened_dict({"data.batch_size": 36, name: value})
     with pytest.raises(errors.UsageError, match="not a multiple of the data axis"):
         runs.make_run(config)
-    monkeypatch.setattr(partitioning, "counted_cores", lambda: True)
+    monkeypatch.setattr(hardware, "counted_cores", lambda: True)
     assert runs.make_mesh(config).devices.shape == ({9: 3, 3: 6}[value], 1)
     config.mesh.data = 2
     assert runs.make_mesh(config).devices.shape == (2, 1)
@@ -150,9 +56,9 @@ cores, place, name = eval(sys.argv.pop(1))
 os.sched_setaffinity(0, cores)
 
 from mogrifier_jax import main
-from mogrifier_jax.training import metrics, progress
+from mogrifier_jax.training import metrics, summaries
 
-owner = {"progress": progress, "metrics": metrics.MetricWriter}[place]
+owner = {"summaries": summaries, "metrics": metrics.MetricWriter}[place]
 function = getattr(owner, name)
 
 def call_and_stop(*args, **named):
@@ -173,7 +79,7 @@ FLAGS = (
 )
 
 
-TABLE, METRICS = ("progress", "describe_run"), ("metrics", "write")
+TABLE, METRICS = ("summaries", "describe_run"), ("metrics", "write")
 
 
 def start(workdir, *flags, cores, stop=TABLE, **environment):
@@ -194,13 +100,13 @@ def start(workdir, *flags, cores, stop=TABLE, **environment):
     return re.search(r"  devices +(.*)", done.stderr)[1], done.stderr
 
 
-two_cores = pytest.mark.skipif(len(partitioning.usable_cores()) < 2, reason="needs two cores")
+two_cores = pytest.mark.skipif(len(hardware.usable_cores()) < 2, reason="needs two cores")
 
 
 @pytest.mark.slow
 @two_cores
 def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_path):
-    cores = partitioning.usable_cores()[:2]
+    cores = hardware.usable_cores()[:2]
     told = ["--cpu_devices=1"]
     assert start(tmp_path / "a", *told, cores=cores)[0] == "1 cpu"
     told = {"JAX_NUM_CPU_DEVICES": "4"}
@@ -214,7 +120,7 @@ def test_main_uses_as_many_devices_as_it_is_told_and_as_divide_the_batch(tmp_pat
 @two_cores
 def test_a_run_begun_on_two_cores_goes_on_with_one(tmp_path):
     """A device for each core is what a run has that is not told otherwise."""
-    cores = partitioning.usable_cores()[:2]
+    cores = hardware.usable_cores()[:2]
     found, said = start(tmp_path, cores=cores, stop=METRICS)
     assert found == "2 cpu" and "resuming" not in said
     (stopped,) = re.findall(r"stopped at step (\d+), saved", said)

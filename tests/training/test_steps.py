@@ -9,12 +9,12 @@ import pytest
 
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models, rnn
-from mogrifier_jax.training import schedule, steps
+from mogrifier_jax.training import averaging, optimizers, steps
 from tests import golden, quick
 
 
 def make_program(model, optimizer, **options):
-    none = schedule.make_averaging("none")
+    none = averaging.make_averaging("none")
     return steps.Program(model, optimizer, none, batch_at=lambda stream, step: stream, **options)
 
 
@@ -37,7 +37,9 @@ def jit_step(program):
 def make_case(case, optimizer="adam", clip_norm=0.5, **options):
     """Program, parameters and jitted step of one of lamb's cases."""
     model, params = golden.make(case)
-    program = make_program(model, steps.make_optimizer(optimizer, clip_norm=clip_norm), **options)
+    program = make_program(
+        model, optimizers.make_optimizer(optimizer, clip_norm=clip_norm), **options
+    )
     return program, params, jit_step(program)
 
 
@@ -135,7 +137,7 @@ class SmallModel:
 
     def __init__(self):
         self.model = models.make_model(11, hidden_size=8, num_layers=1, rounds=1, rank=2)
-        self.program = make_program(self.model, steps.make_optimizer())
+        self.program = make_program(self.model, optimizers.make_optimizer())
         key = jax.random.key(0)
         self.init = quick.jit(
             functools.partial(steps.init_state, program=self.program),
@@ -239,7 +241,7 @@ class Samples:
         )
         self.program = make_program(
             model,
-            steps.make_optimizer("sgd", clip_norm=None),
+            optimizers.make_optimizer("sgd", clip_norm=None),
             training_samples=samples,
             **options,
         )

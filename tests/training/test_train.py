@@ -1,5 +1,6 @@
 """Whole runs: exact after any interruption, on any mesh, refused early, stopped in order."""
 
+import copy
 import json
 import math
 import os
@@ -51,9 +52,9 @@ def log_all():
 @pytest.fixture(autouse=True, scope="module")
 def share_programs():
     """Runs that differ in a rate alone trace and compile once, as trials of a study do."""
-    made, make = {}, programs.Alone
+    made, make = {}, programs.Programs
 
-    def alone(run):
+    def share(run):
         config = run.config.copy_and_resolve_references()
         with config.unlocked():
             del config.optimizer.learning_rate
@@ -63,7 +64,7 @@ def share_programs():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "Alone", alone)
+        patch.setattr(programs, "Programs", share)
         yield
 
 
@@ -143,6 +144,45 @@ def test_a_finished_run_stays_finished(workdir, unbroken):
     results = train.train_and_evaluate(make_config(), str(workdir))
     assert_same_metrics(workdir, unbroken)
     assert results == json.loads((unbroken / "results.json").read_text())
+
+
+BROKEN = """
+import math
+from mogrifier_jax import main
+from mogrifier_jax.training import evaluate, steps
+
+def fail(*args, **options):
+    raise ZeroDivisionError("inside the train step")
+
+steps.train_step = fail
+scores = evaluate.Scores(1.0, 1.0, 1.0)
+evaluate.TurnEvaluation.__call__ = lambda self, params: scores
+main.run()
+"""
+
+
+@pytest.mark.slow
+def test_four_frames_lead_from_main_to_the_jitted_train_step(tmp_path):
+    """Somebody who reads a traceback sees the whole way; what is jitted begins at train_steps."""
+    command = [sys.executable, "-c", BROKEN, "--config=experiments/pydoc.py:tiny"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, f"--workdir={tmp_path}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "ZeroDivisionError: inside the train step" in done.stderr, done.stderr
+    package = re.escape(str(ROOT / "mogrifier_jax"))
+    ours = re.findall(rf'File "{package}/([\w/]+).py", line \d+, in (\w+)', done.stderr)
+    way = ours[ours.index(("main", "main")) : ours.index(("training/programs", "train_steps"))]
+    assert way == [
+        ("main", "main"),
+        ("main", "train"),
+        ("training/train", "train_and_evaluate"),
+        ("training/train", "train_turns"),
+    ]
 
 
 DRIVER = """
@@ -304,17 +344,33 @@ def test_a_run_that_diverges_says_so_and_keeps_what_is_good(workdir):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(good.state.params))
 
 
+def change_steps(monkeypatch, change):
+    """The state after every dispatch is changed by a function of it."""
+    make = programs.Programs
+
+    def make_changed(run):
+        compiled = copy.copy(make(run))
+        train_steps = compiled.train_steps
+
+        def train_and_change(*args, **options):
+            state, measured = train_steps(*args, **options)
+            return change(state), measured
+
+        compiled.train_steps = train_and_change
+        return compiled
+
+    monkeypatch.setattr(programs, "Programs", make_changed)
+
+
 @pytest.mark.slow
 def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
     """A stop may be asked for between the step that breaks them and the loss that shows it."""
-    train_some = train.Loop.train_some
 
-    def break_weights(self, state):
-        state = train_some(self, state)
+    def break_weights(state):
         signal.raise_signal(signal.SIGTERM)
         return state.replace(params=jax.tree.map(lambda p: p * jnp.nan, state.params))
 
-    monkeypatch.setattr(train.Loop, "train_some", break_weights)
+    change_steps(monkeypatch, break_weights)
     with pytest.raises(errors.Diverged, match=r"a weight is not finite.* that of step 0"):
         train.train_and_evaluate(make_config(), str(tmp_path))
     assert written.latest_step(tmp_path) == 0
@@ -334,10 +390,9 @@ def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
     tmp_path, unbroken, monkeypatch, caplog
 ):
     trained, evaluated = [], []
-    train_some, evaluate_weights = train.Loop.train_some, evaluate.TurnEvaluation.__call__
+    evaluate_weights = evaluate.TurnEvaluation.__call__
 
-    def note_trained(self, state):
-        state = train_some(self, state)
+    def note_trained(state):
         trained.append(jax.device_get(state.params))
         return state
 
@@ -345,7 +400,7 @@ def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
         evaluated.append(jax.device_get(params))
         return evaluate_weights(self, params)
 
-    monkeypatch.setattr(train.Loop, "train_some", note_trained)
+    change_steps(monkeypatch, note_trained)
     monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", note_evaluated)
     train.train_and_evaluate(make_config({"log_every": 1}), str(tmp_path))
     assert len(trained) == 8 and len(evaluated) == 3

@@ -117,8 +117,8 @@ def test_a_storage_that_fails_while_trials_run_is_one_sentence():
     failure = sqlalchemy.exc.OperationalError("INSERT", {}, OSError("disk is full"))
     with (
         pytest.raises(errors.UsageError, match="failed: disk is full; once it works again"),
-        storages.sentences(),
+        storages.explain_errors(),
     ):
         raise failure
-    with pytest.raises(KeyError), storages.sentences():  # Control: a bug keeps its traceback.
+    with pytest.raises(KeyError), storages.explain_errors():  # Control: a bug keeps its traceback.
         raise KeyError

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import pytest
 from ml_collections import config_dict
 
 from experiments import pydoc
-from mogrifier_jax import errors
-from mogrifier_jax.evaluation import methods, pretrained
-from mogrifier_jax.training import metrics, workdirs
-from mogrifier_jax.tuning import report, storages, studies, trials, worker
+from mogrifier_jax import configs, errors
+from mogrifier_jax.evaluation import eval_options, pretrained
+from mogrifier_jax.training import metrics, schedule, workdirs
+from mogrifier_jax.tuning import optuna_queue, report, storages, studies, trials, worker
 from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -64,7 +65,6 @@ def without(package):
     [
         (dict(study="apendix_a"), "study 'apendix_a' is unknown: did you mean appendix_a"),
         (dict(num_trials=0), "--trials=0 must be at least 1"),
-        (dict(parallel=0), "--parallel=0 must be at least 1"),
         (dict(sampler="gb"), "--sampler=gb is unknown; use gp, tpe, random"),
         (dict(storage="postgresql+nodriver://localhost/x"), "cannot be reached"),
         (dict(storage="sqlite:////no/such/folder/study.db"), "unable to open database file"),
@@ -98,9 +98,9 @@ def study_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory, study_file):
-    """Three trials, two at a time, so that the last one is alone."""
+    """Three trials, one after the other."""
     workdir = tmp_path_factory.mktemp("tuned")
-    return workdir, tune(workdir, study=study_file, num_trials=3, parallel=2)
+    return workdir, tune(workdir, study=study_file, num_trials=3)
 
 
 @pytest.mark.slow
@@ -174,6 +174,74 @@ def test_infeasible_and_diverged_trials_are_no_numbers(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_trial_ends_when_it_is_pruned_or_lost(tmp_path, monkeypatch, study_file):
+    report_turn, asked = optuna_queue.Trial.report, []
+
+    def report_and_stop(self, turn, value):
+        asked.append((self.number, turn))
+        ends = {(0, 1): "pruned", (1, 0): "lost"}
+        kind = ends.get((self.number, turn))
+        if kind == "lost":
+            self.finish(5.0)  # By another worker.
+        return schedule.Stop(kind, "enough") if kind else report_turn(self, turn, value)
+
+    monkeypatch.setattr(optuna_queue.Trial, "report", report_and_stop)
+    records = tune(tmp_path, study=study_file, num_trials=3)
+    assert asked == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
+    assert [record.outcome for record in records] == ["pruned", "complete", "complete"]
+    assert records[0].notes["reason"] == "enough" and records[1].nats == 5.0
+    done = [(tmp_path / r.notes["folder"] / "results.json").exists() for r in records]
+    assert done == [False, False, True]
+
+
+COMMAND = """
+import jax
+from mogrifier_jax import main
+from tests import quick
+
+jax.lax.platform_dependent = quick.choose_for_cpus
+main.run()
+"""
+
+
+def start_command(workdir, study, *flags):
+    """The command of a study as somebody would start it."""
+    values = configs.flatten(config_dict.ConfigDict(SMALL))
+    keys = [f"--config.{name}={value}" for name, value in values.items()]
+    command = [sys.executable, "-c", COMMAND, "--mode=tune", "--config=experiments/pydoc.py:tiny"]
+    flags = [*keys, f"--study={study}", "--sampler=random", f"--workdir={workdir}", *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*command, *flags], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+def test_workers_side_by_side_share_a_study(tmp_path, study_file):
+    with start_command(tmp_path, study_file, "--trials=4", "--parallel=2") as process:
+        output = process.communicate()[1]
+    assert process.returncode == 0, output
+    assert "worker 0: starts" in output and "worker 1: starts" in output
+    assert "4 of 4 done" in output  # The first worker shows what it does.
+    assert "4 of 4 done" in (tmp_path / "workers" / "1.txt").read_text()
+    with (tmp_path / "trials.csv").open() as file:
+        assert [row["outcome"] for row in csv.DictReader(file)] == ["complete"] * 4
+
+
+@pytest.mark.slow
+def test_what_no_worker_can_do_is_said_once(tmp_path, study_file):
+    flags = ("--parallel=2", "--config.data.batch_size=9", "--cpu_devices=2")
+    with start_command(tmp_path, study_file, *flags) as process:
+        output = process.communicate()[1]
+    assert process.returncode == 2 and "Traceback" not in output
+    assert re.search(r"UsageError: worker \d ended with code 2", output)
+    with start_command(tmp_path, "apendix_a", "--parallel=2") as process:
+        output = process.communicate()[1]
+    assert process.returncode == 2 and "did you mean appendix_a" in output
+    assert "starts" not in output
+
+
+@pytest.mark.slow
 def test_trials_that_differ_in_rates_share_their_programs(tmp_path, monkeypatch):
     after = [0]
     run = worker.Training.run
@@ -206,14 +274,14 @@ def test_a_workdir_belongs_to_one_study(tuned, study_file):
 WORKER = """
 import sys, time
 import jax
-from mogrifier_jax.training import train
-from mogrifier_jax.tuning import trials, worker
+from mogrifier_jax.training import run_record
+from mogrifier_jax.tuning import optuna_queue, worker
 from tests import quick
 from tests.tuning import test_worker
 
 workdir, study, doomed = sys.argv[1:]
-trials.GRACE_SECONDS, worker.POLL_SECONDS = 3600.0, 0.2  # Its end is seen, not guessed.
-save = train.Book.save
+optuna_queue.GRACE_SECONDS, worker.POLL_SECONDS = 3600.0, 0.2  # Its end is seen, not guessed.
+save = run_record.RunRecord.save
 
 def save_and_say(self, state, **info):
     save(self, state, **info)
@@ -222,9 +290,9 @@ def save_and_say(self, state, **info):
     if doomed and state.step == 4:
         time.sleep(3600)  # It is killed here.
 
-train.Book.save = save_and_say
+run_record.RunRecord.save = save_and_say
 jax.lax.platform_dependent = quick.choose_for_cpus
-test_worker.tune(workdir, study=study, num_trials=2, parallel=1)
+test_worker.tune(workdir, study=study, num_trials=2)
 """
 
 
@@ -249,7 +317,7 @@ def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file):
             folder = pathlib.Path(line.split()[2])
             output = other.communicate()[0]
     assert doomed.returncode == -signal.SIGKILL and other.returncode == 0
-    queue = trials.Queue(
+    queue = optuna_queue.Queue(
         storages.open_study(storages.default(str(workdir)), "test-rates", _about(workdir)), {}, 2
     )
     records = queue.records()
@@ -273,11 +341,11 @@ def _about(workdir):
 @pytest.mark.slow
 def test_dynamic_evaluation_is_tuned_on_a_trained_run(tuned):
     folder = tuned[0] / tuned[1][0].notes["folder"]
-    settings = methods.default_options()
+    settings = eval_options.defaults()
     with settings.unlocked():
         settings.temperature = "saved"
         settings.dyneval.update(dict(batch_size=8, max_windows=2, parallel=2))
-    records = worker.tune_dyneval(str(folder), settings, num_trials=2, parallel=2, sampler="random")
+    records = worker.tune_dyneval(str(folder), settings, num_trials=2, sampler="random")
     assert len({record.params["window"] for record in records}) == 1
     assert len({record.nats for record in records}) == 2
     text = (folder / "dyneval_study" / "report.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from optuna.trial import TrialState
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, trials
+from mogrifier_jax.tuning import optuna_queue, storages, studies
 
 TWO = {"x": studies.Range(-1.0, 1.0), "n": studies.Range(0, 6, "integer")}
 
@@ -22,7 +22,7 @@ def storage(request, tmp_path):
 
 def open_queue(storage, target, sampler="random", **settings):
     study = storages.open_study(storage, "test", {"a": 1}, sampler=sampler, **settings)
-    return trials.Queue(study, TWO, target)
+    return optuna_queue.Queue(study, TWO, target)
 
 
 def outcomes(queue):
@@ -62,8 +62,8 @@ def test_the_draws_follow_from_the_seed(tmp_path):
     assert draw("a", 1) == draw("b", 1) != draw("c", 2)
 
 
-def test_new_trials_share_the_shapes_of_the_first(storage):
-    asked = open_queue(storage, 5).ask(4, shapes=["n"])
+def test_new_trials_share_chosen_values_of_the_first(storage):
+    asked = open_queue(storage, 5).ask(4, shared=["n"])
     assert len({trial.params["n"] for trial in asked}) == 1
     assert len({trial.params["x"] for trial in asked}) == 4
 
@@ -119,7 +119,7 @@ def die(queue, monkeypatch):
     """Leaves a trial running whose worker no longer tells that it is alive."""
     queue.take_over()
     with monkeypatch.context() as patch:
-        patch.setattr(trials, "worker_name", lambda: "elsewhere 1")
+        patch.setattr(optuna_queue, "worker_name", lambda: "elsewhere 1")
         patch.setattr(time, "time", lambda: 1000.0)
         (trial,) = queue.ask(1)
     return trial
@@ -146,29 +146,29 @@ def test_a_living_worker_keeps_its_trial_and_a_late_one_learns_that_it_lost_it(
     queue = open_queue(storage, 1)
     (trial,) = queue.ask(1)
     assert not open_queue(storage, 1).ask(1)
-    trial.report(0, 1.0)
-    monkeypatch.setattr(trials, "GRACE_SECONDS", -1.0)
+    assert trial.report(0, 1.0) is None
+    monkeypatch.setattr(optuna_queue, "GRACE_SECONDS", -1.0)
     (other,) = open_queue(storage, 1).ask(1)
     assert other.folder == trial.folder and other.number != trial.number
     trial.beat()
-    with pytest.raises(trials.Lost, match="taken over"):
-        trial.report(1, 1.0)
+    stop = trial.report(1, 1.0)
+    assert stop.kind == "lost" and "taken over" in stop.message
 
 
 def test_a_dead_process_of_this_machine_needs_no_patience(tmp_path, monkeypatch):
     queue = open_queue(f"sqlite:///{tmp_path / 'a'}", 1)
     with subprocess.Popen(["true"]) as process:
         pass
-    here, _, _ = trials.worker_name().rpartition(" ")
+    here, _, _ = optuna_queue.worker_name().rpartition(" ")
     with monkeypatch.context() as patch:
-        patch.setattr(trials, "worker_name", lambda: f"{here} {process.pid}")
+        patch.setattr(optuna_queue, "worker_name", lambda: f"{here} {process.pid}")
         (trial,) = queue.ask(1)
     assert queue.ask(1)[0].folder == trial.folder
 
 
 def test_what_kills_every_worker_is_given_up(tmp_path, monkeypatch):
     queue = open_queue(f"sqlite:///{tmp_path / 'a'}", 1)
-    for _ in range(trials.MAX_ATTEMPTS):
+    for _ in range(optuna_queue.MAX_ATTEMPTS):
         die(queue, monkeypatch)
     assert not queue.ask(1)
     (record,) = queue.records()
@@ -176,7 +176,7 @@ def test_what_kills_every_worker_is_given_up(tmp_path, monkeypatch):
 
 
 def test_an_interruption_puts_trials_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(optuna_queue, "BEAT_SECONDS", 0.01)
     queue = open_queue(f"sqlite:///{tmp_path / 'a'}", 2)
     first, second = queue.ask(2)
     beats = first._trial.user_attrs["heartbeat"]
@@ -195,15 +195,15 @@ def test_an_interruption_puts_trials_back(tmp_path, monkeypatch):
 def test_workers_do_not_ask_for_more_than_there_are(tmp_path, monkeypatch):
     storage = f"sqlite:///{tmp_path / 'a'}"
     one, other = (open_queue(storage, 1) for _ in range(2))
-    counted = trials.Queue.counted
+    counted = optuna_queue.Queue.counted
 
     def late(self):
-        monkeypatch.setattr(trials.Queue, "counted", counted)
+        monkeypatch.setattr(optuna_queue.Queue, "counted", counted)
         before = counted(self)
         other.ask(1)  # In the moment between looking and asking.
         return before
 
-    monkeypatch.setattr(trials.Queue, "counted", late)
+    monkeypatch.setattr(optuna_queue.Queue, "counted", late)
     assert one.ask(1) == [] and outcomes(one) == [(0, "running")]
 
 
@@ -217,12 +217,10 @@ def test_the_median_rule_stops_trials(tmp_path):
             trial.report(turn, float(value))
         trial.finish(float(value))
     (good,) = queue.ask(1)
-    for turn in range(3):
-        good.report(turn, 1.0)
+    assert [good.report(turn, 1.0) for turn in range(3)] == [None] * 3
     (bad,) = queue.ask(1)
-    with pytest.raises(trials.Pruned, match="above the median of the trials at turn 1"):
-        for turn in range(3):
-            bad.report(turn, 9.0)
+    assert bad.report(0, 9.0) is None
+    assert bad.report(1, 9.0) == ("pruned", "above the median of the trials at turn 1")
     bad.fail("pruned", "why")
     assert outcomes(queue)[-1] == (6, "pruned") and math.isnan(queue.records()[-1].nats)
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import steps
+from mogrifier_jax.training import optimizers
 
 SHAPES = {"kernel": (3, 4), "bias": (4,)}
 
@@ -31,9 +31,9 @@ def run(optimizer, params, gradients, learning_rate=0.01, l2_penalty=0.0):
 
     @jax.jit
     def step(params, state, gradient, learning_rate, l2_penalty):
-        gradient = steps.add_l2(gradient, params, l2_penalty)
+        gradient = optimizers.add_l2(gradient, params, l2_penalty)
         direction, state = optimizer.update(gradient, state, params)
-        return steps.descend(params, direction, learning_rate), state
+        return optimizers.descend(params, direction, learning_rate), state
 
     params = as_float32(params)
     state = optimizer.init(params)
@@ -67,7 +67,7 @@ def test_adam_equals_the_formula(b1, clip):
     params, *gradients = trees(6)
     settings = dict(b1=b1, b2=0.999, eps=1e-3)  # An eps that matters.
     got = run(
-        steps.make_optimizer("adam", **settings, clip_norm=clip), params, gradients, 0.01, 0.1
+        optimizers.make_optimizer("adam", **settings, clip_norm=clip), params, gradients, 0.01, 0.1
     )
     expected = reference_adam(
         params, gradients, **settings, clip=clip, learning_rate=0.01, l2_penalty=0.1
@@ -101,18 +101,20 @@ def reference_radam(params, gradients, *, b1, b2, eps, learning_rate):
 def test_radam_equals_the_formula(b1):
     params, *gradients = trees(20)
     settings = dict(b1=b1, b2=0.9, eps=1e-3)
-    optimizer = steps.make_optimizer("radam", **settings, clip_norm=None)
+    optimizer = optimizers.make_optimizer("radam", **settings, clip_norm=None)
     got = run(optimizer, params, gradients, 0.01)
     expected = reference_radam(params, gradients, **settings, learning_rate=0.01)
     assert difference(got, expected) < 1e-6
-    adam = run(steps.make_optimizer("adam", **settings, clip_norm=None), params, gradients, 0.01)
+    adam = run(
+        optimizers.make_optimizer("adam", **settings, clip_norm=None), params, gradients, 0.01
+    )
     assert difference(adam, expected) > 1e-3
 
 
 def test_first_step_of_adam_is_exact_in_float32():
     """Bias correction at b2 = 0.999 loses digits when 1 - b2^t is formed by subtraction."""
     params, gradient = as_float32(trees(2))
-    adam = steps.scale_by_adam_eps_hat(eps=0.0)
+    adam = optimizers.scale_by_adam_eps_hat(eps=0.0)
     direction, _ = adam.update(gradient, adam.init(params))
     for k in SHAPES:
         np.testing.assert_allclose(direction[k], np.sign(gradient[k]), rtol=3e-7)
@@ -125,7 +127,7 @@ def test_adam_without_first_moment_keeps_none():
     size = sum(np.prod(s) for s in SHAPES.values())
 
     def stored(b1):
-        state = steps.scale_by_adam_eps_hat(b1=b1).init(params)
+        state = optimizers.scale_by_adam_eps_hat(b1=b1).init(params)
         return sum(x.size for x in jax.tree.leaves(state)) - 1
 
     assert stored(0.0) == size and stored(0.9) == 2 * size
@@ -134,7 +136,7 @@ def test_adam_without_first_moment_keeps_none():
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_clipping_only_shortens(scale):
     gradient = trees(1, scale)[0]
-    got, _ = steps.clip_by_global_norm(0.5).update(as_float32(gradient), optax.EmptyState())
+    got, _ = optimizers.clip_by_global_norm(0.5).update(as_float32(gradient), optax.EmptyState())
     expected = 0.5 / max(norm(gradient), 0.5)
     assert (expected < 1) == (scale == 1.0)
     for k in SHAPES:
@@ -144,7 +146,7 @@ def test_clipping_only_shortens(scale):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])  # The last overflows in the norm only.
 def test_norm_that_is_not_finite_makes_everything_nan(bad):
     gradient = as_float32(trees(1)[0])
-    clip = steps.clip_by_global_norm(10.0)
+    clip = optimizers.clip_by_global_norm(10.0)
     got, _ = clip.update(gradient | {"bias": gradient["bias"].at[0].set(bad)}, optax.EmptyState())
     assert all(np.all(np.isnan(x)) for x in got.values())
     good, _ = clip.update(gradient, optax.EmptyState())
@@ -154,17 +156,19 @@ def test_norm_that_is_not_finite_makes_everything_nan(bad):
 @pytest.mark.parametrize("off", [None, 0.0, -1.0])
 def test_clipping_can_be_off(off):
     params, gradient = trees(2, 100.0)
-    got = run(steps.make_optimizer("sgd", clip_norm=off), params, [gradient])
+    got = run(optimizers.make_optimizer("sgd", clip_norm=off), params, [gradient])
     unclipped = {k: params[k] - 0.01 * gradient[k] for k in SHAPES}
     assert difference(got, unclipped) < 1e-4
-    clipped = run(steps.make_optimizer("sgd", clip_norm=10.0), params, [gradient])
+    clipped = run(optimizers.make_optimizer("sgd", clip_norm=10.0), params, [gradient])
     assert difference(clipped, unclipped) > 1e-2
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_equals_the_formula(momentum):
     params, *gradients = trees(4)
-    got = run(steps.make_optimizer("sgd", momentum=momentum, clip_norm=None), params, gradients)
+    got = run(
+        optimizers.make_optimizer("sgd", momentum=momentum, clip_norm=None), params, gradients
+    )
     for k in SHAPES:
         velocity, expected = 0.0, params[k]
         for gradient in gradients:
@@ -175,7 +179,7 @@ def test_sgd_equals_the_formula(momentum):
 
 def test_rmsprop_has_no_bias_correction():
     params, gradient = trees(2)
-    optimizer = steps.make_optimizer("rmsprop", b2=0.99, clip_norm=None)
+    optimizer = optimizers.make_optimizer("rmsprop", b2=0.99, clip_norm=None)
     direction, _ = optimizer.update(as_float32(gradient), optimizer.init(as_float32(params)))
     for k in SHAPES:
         expected = gradient[k] / np.sqrt(0.01 * gradient[k] ** 2 + 1e-8)
@@ -185,22 +189,22 @@ def test_rmsprop_has_no_bias_correction():
 
 def test_l2_is_the_gradient_of_half_the_squared_norm():
     params, gradient = as_float32(trees(2))
-    got = steps.add_l2(gradient, params, jnp.float32(0.3))
+    got = optimizers.add_l2(gradient, params, jnp.float32(0.3))
     penalty = jax.grad(lambda p: 0.3 / 2 * sum(jnp.sum(x**2) for x in p.values()))(params)
     for k in SHAPES:
         np.testing.assert_allclose(got[k], gradient[k] + penalty[k], rtol=1e-6)
 
 
 def test_rates_are_traced():
-    optimizer = steps.make_optimizer()
+    optimizer = optimizers.make_optimizer()
     params, gradient = as_float32(trees(2))
     traces = []
 
     @jax.jit
     def step(params, state, learning_rate, l2_penalty):
         traces.append(None)
-        direction, state = optimizer.update(steps.add_l2(gradient, params, l2_penalty), state)
-        return steps.descend(params, direction, learning_rate), state
+        direction, state = optimizer.update(optimizers.add_l2(gradient, params, l2_penalty), state)
+        return optimizers.descend(params, direction, learning_rate), state
 
     state = optimizer.init(params)
     slow, _ = step(params, state, 0.001, 1e-5)
@@ -211,4 +215,4 @@ def test_rates_are_traced():
 
 def test_momentum_without_a_meaning_is_refused():
     with pytest.raises(errors.UsageError, match=r"momentum 0.9.*set b1"):
-        steps.make_optimizer(momentum=0.9)
+        optimizers.make_optimizer(momentum=0.9)

@@ -12,7 +12,7 @@ import types
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, trials, worker
+from mogrifier_jax.tuning import storages, studies, vizier_queue, worker
 
 STORAGE = "vizier://here:1234"
 RANGES = {
@@ -127,9 +127,9 @@ def service(monkeypatch):
     for name, module in {"": package, ".clients": clients, ".pyvizier": vz}.items():
         monkeypatch.setitem(sys.modules, f"vizier.service{name}", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vizier")
-    claim, claimed = trials._claim_name, []
+    claim, claimed = vizier_queue._claim_name, []
     monkeypatch.setattr(
-        trials, "_claim_name", lambda workdir: claimed.append(claim(workdir)) or claimed[-1]
+        vizier_queue, "_claim_name", lambda workdir: claimed.append(claim(workdir)) or claimed[-1]
     )
     yield kept
     for _, lock in claimed:  # Which workers have until they end.
@@ -137,7 +137,7 @@ def service(monkeypatch):
 
 
 def open_queue(workdir, target=3, storage=STORAGE, about=None, **options):
-    return trials.VizierQueue(
+    return vizier_queue.Queue(
         storage, "test", RANGES, target, workdir=str(workdir), about=about or {"a": 1}, **options
     )
 
@@ -180,14 +180,11 @@ def test_a_trial_stops_when_the_service_says_so_and_pruning_is_on(service, tmp_p
     for prune in (False, True):
         queue = open_queue(tmp_path / str(prune), prune=prune)
         (trial,) = queue.ask(1)
-        trial.report(1, 1.0)
+        assert trial.report(1, 1.0) is None
         (*_, there) = service["mogrifier_jax", "test"].trials()
         there.stopping = True
-        if prune:
-            with pytest.raises(trials.Pruned, match="stopped by the service at turn 2"):
-                trial.report(2, 1.0)
-        else:
-            trial.report(2, 1.0)
+        stop = ("pruned", "stopped by the service at turn 2")
+        assert trial.report(2, 1.0) == (stop if prune else None)
         trial.finish(1.0)
 
 
@@ -242,7 +239,7 @@ def test_a_worker_works_until_the_service_has_all_trials(service, tmp_path):
     """As `tune` does; the executor scores trials without training."""
 
     class Executor:
-        unit = "ppl"
+        unit, at_once, shared = "ppl", 2, ()
 
         def run(self, asked):
             for trial in asked:
@@ -254,7 +251,7 @@ def test_a_worker_works_until_the_service_has_all_trials(service, tmp_path):
         str(tmp_path),
         **dict(name="x-middle", num_trials=5, storage=STORAGE, sampler="gp", seed=0),
     )
-    worker.work(queue, Executor(), study, str(tmp_path), 2)
+    worker.work(queue, Executor(), study, str(tmp_path))
     records = queue.records()
     assert [r.number for r in records] == [1, 2, 3, 4, 5]
     assert {r.outcome for r in records} == {"complete"}

@@ -1,0 +1,111 @@
+"""Commands that run side by side on this machine, each with its share of the devices.
+
+`--parallel` of sweeps and of studies is this: a process for each run of a sweep, and a process for
+each worker of a study.
+"""
+
+import os
+import pathlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from absl import logging
+
+from mogrifier_jax import errors, hardware
+from mogrifier_jax.training import signals
+
+POLL_SECONDS = 0.2  # Between looks at the processes.
+
+
+class Job(NamedTuple):
+    """A command, and the file that its output is added to; without one it is shown."""
+
+    name: str
+    command: Sequence[str]
+    log: pathlib.Path | None
+
+
+class Ended(NamedTuple):
+    """How a job has ended."""
+
+    job: Job
+    code: int | None  # None: it was not started, because of a request to stop.
+    seconds: float = 0.0
+    hardware: str = ""  # What it had to itself.
+
+
+class _Running(NamedTuple):
+    job: Job
+    process: subprocess.Popen
+    share: hardware.Share
+    began: float
+
+    def end(self) -> Ended:
+        seconds = time.monotonic() - self.began
+        return Ended(self.job, self.process.returncode, seconds, self.share.hardware)
+
+
+def check_parallel(parallel: int) -> None:
+    """Refuses a number of processes below one."""
+    if parallel < 1:
+        raise errors.UsageError(f"--parallel={parallel} must be at least 1 run at a time")
+
+
+def run_side_by_side(
+    jobs: Sequence[Job], parallel: int, note_end: Callable[[Ended], None] = lambda ended: None
+) -> Iterator[Ended]:
+    """Runs jobs, `parallel` at a time; yields each when it has ended.
+
+    A request to stop is passed on to all jobs. They are also stopped when the caller ends early.
+
+    Args:
+      note_end: called for every job that was started, also for those that the caller does not see
+        because it ended early.
+    """
+    waiting, running, free = list(jobs), list[_Running](), hardware.share(parallel)
+    with signals.StopRequests() as stop_requests:
+        try:
+            while waiting or running:
+                if stop_requests.requested():
+                    _terminate(running)
+                    while waiting:
+                        yield Ended(waiting.pop(0), None)
+                while waiting and len(running) < parallel:
+                    running.append(_start(waiting.pop(0), free.pop(0)))
+                time.sleep(POLL_SECONDS)
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    free.append(each.share)
+                    note_end(each.end())
+                    yield each.end()
+        finally:
+            _terminate(running)  # When all went well, none is running by now.
+            for each in running:
+                note_end(each.end())
+
+
+def _start(job: Job, share: hardware.Share) -> _Running:
+    """Starts a job on its share of the devices."""
+    logging.info("%s: starts", job.name)
+    environment = {**os.environ, **share.environment}
+    began = time.monotonic()
+    with hardware.bound_to(share.cores):
+        if job.log is None:
+            process = subprocess.Popen(job.command, env=environment)
+        else:
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            with job.log.open("a") as log:
+                process = subprocess.Popen(
+                    job.command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+    return _Running(job, process, share, began)
+
+
+def _terminate(running: Sequence[_Running]) -> None:
+    """Sends SIGTERM to processes, which makes them save and exit, and waits for them."""
+    for each in running:
+        each.process.terminate()
+    for each in running:
+        each.process.wait()

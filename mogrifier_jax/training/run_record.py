@@ -1,0 +1,184 @@
+"""What a run leaves in its workdir: metrics, decisions, checkpoints and results.
+
+`train.py` has the loop, which tells the record what it measures. The record refuses numbers that
+are not finite, so what is saved is always good.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from absl import logging
+
+from mogrifier_jax import errors
+from mogrifier_jax.training import (
+    checkpoints,
+    evaluate,
+    memory,
+    metrics,
+    runs,
+    schedule,
+    steps,
+    units,
+    workdirs,
+)
+
+_norm = jax.jit(optax.tree.norm)
+
+
+@contextlib.contextmanager
+def open_record(run: runs.Run, workdir: str) -> Iterator["RunRecord"]:
+    """The record of a run, in a workdir that gets the files which describe the run."""
+    memory.check(run)
+    vocabulary = run.task.vocabulary.to_json()
+    seal = workdirs.seal(run.config, vocabulary)
+    workdirs.check_place(workdir)
+    with checkpoints.Checkpoints(workdir, seal=seal) as saved:
+        workdirs.write_run_files(workdir, run.config, vocabulary)
+        with contextlib.closing(RunRecord(run, workdir, saved)) as record:
+            yield record
+
+
+class RunRecord:
+    """The metrics, progress, checkpoints and results of one run."""
+
+    def __init__(self, run: runs.Run, workdir: str, saved: checkpoints.Checkpoints):
+        self.run, self.workdir, self.saved = run, workdir, saved
+        self.progress = schedule.Progress()
+        self._writer: metrics.MetricWriter | None = None
+
+    def restore(self) -> steps.TrainState | None:
+        """The newest good state of the workdir, if there is one; metrics continue from there."""
+        restored = self.saved.restore(self.run.abstract_state())
+        step = None
+        if restored is not None:
+            logging.info("resuming at step %d", restored.step)
+            self.progress = schedule.Progress.from_dict(restored.info["progress"])
+            step = restored.step if restored.step or self.progress.history else None
+        elif known := max((r["step"] for r in metrics.read_metrics(self.workdir)), default=0):
+            # The first save is waited for, so there was a checkpoint.
+            raise errors.UsageError(
+                f"{self.workdir} has metrics up to step {known} but no checkpoint: put the folder "
+                "checkpoints back from a copy, or use another workdir; to start from zero here, "
+                "delete metrics.jsonl"
+            )
+        self._writer = metrics.MetricWriter(self.workdir, step)
+        return None if restored is None else restored.state
+
+    def close(self) -> None:
+        """Closes the files of metrics."""
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def writer(self) -> metrics.MetricWriter:
+        """The files of metrics, which `restore` opens at the right line."""
+        assert self._writer is not None, "restore comes first"
+        return self._writer
+
+    @property
+    def ended(self) -> schedule.Stop | None:
+        """Why the schedule is over, or None. It follows from what is saved, also after a resume."""
+        progress = self.progress
+        return schedule.should_stop(progress, self.run.rules) if progress.history else None
+
+    @property
+    def end_of_turn(self) -> int:
+        """The step at which the next evaluation is due."""
+        return len(self.progress.history) * self.run.rules.steps_per_turn
+
+    @property
+    def hyper(self) -> steps.Hyperparameters:
+        """The numbers of the coming steps."""
+        rate = self.run.hyper.learning_rate * self.progress.learning_rate_factor
+        return self.run.hyper._replace(learning_rate=rate)
+
+    def write_steps(self, step: int, measured: Mapping[str, np.ndarray], seconds: float) -> float:
+        """Records the metrics [S] of the steps after `step`; returns the mean loss."""
+        means = {name: float(values.mean(dtype=np.float64)) for name, values in measured.items()}
+        loss, count = means.pop("loss_nats"), len(measured["loss_nats"])
+        means["learning_rate"] = self.hyper.learning_rate
+        self.writer.write(step + count, "train", loss_nats=loss, **means)
+        finite = np.isfinite(list(measured.values())).all(0)
+        if not finite.all():
+            raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
+        speed = count * self.run.tokens_per_step / seconds
+        self.writer.write_speed(step + count, tokens_per_second=speed)
+        return loss
+
+    def decide(self, step: int, scores: evaluate.Scores, *, averaged: bool) -> schedule.Decision:
+        """Records the evaluation of a turn, and decides what follows from it."""
+        self.progress, decision = schedule.decide(self.progress, self.run.rules, scores.valid_nats)
+        turn, best = self.progress.turn, decision.improved
+        self.writer.write(step, "eval", turn=turn, **scores._asdict(), averaged=averaged, best=best)
+        if not math.isfinite(scores.valid_nats):
+            raise self.diverged(f"the validation cross-entropy of turn {turn}")
+        return decision
+
+    def save(self, state: steps.TrainState, *, best: bool, **info: Any) -> None:
+        """Saves the state in the background, unless a weight is not finite."""
+        if not np.isfinite(_norm(state.params)):
+            raise self.diverged("a weight")
+        info["progress"] = self.progress.to_dict()
+        first = self.saved.latest_step is None
+        self.saved.save(int(state.step), state, info=info, best=best)
+        if first:
+            self.saved.wait()  # A place that cannot be written to shows before the first step.
+
+    def save_now(self, state: steps.TrainState) -> None:
+        """Saves the state before the run is interrupted, unless it is saved already."""
+        self.saved.wait()
+        if self.saved.latest_step != int(state.step):
+            self.save(state, best=False)
+            self.saved.wait()
+
+    def restore_best(self) -> checkpoints.Restored:
+        """The state with the best validation score."""
+        best = self.saved.restore(self.run.abstract_state(), which="best")
+        assert best is not None, "every run saves its first evaluation"
+        return best
+
+    def write_results(
+        self, best: checkpoints.Restored, nats: Mapping[str, float]
+    ) -> dict[str, Any]:
+        """Writes and returns the scores of the best weights on each split: results.json."""
+        temperature, unit = best.info["temperature"], self.run.task.score_unit
+        results: dict[str, Any] = {
+            "best_turn": self.progress.best_turn,
+            "step": best.step,
+            "temperature": temperature,
+        }
+        for split, value in nats.items():
+            results |= {f"{split}_nats": value, f"{split}_{unit}": units.in_unit(value, unit)}
+        if jax.process_index() == 0:
+            workdirs.write_json(self.workdir, "results.json", results)
+        return results
+
+    def diverged(self, what: str) -> errors.Diverged:
+        """The error for a number that is not finite."""
+        self.saved.wait()
+        good = self.saved.latest_step
+        kept = f"the last good checkpoint is that of step {good}" if good is not None else "none"
+        rate, clip = (self.run.config.optimizer.get(k) for k in ("learning_rate", "clip_norm"))
+        return errors.Diverged(
+            f"{what} is not finite; {kept} in {self.workdir}. Try, in another workdir, a lower "
+            f"optimizer.learning_rate (now {rate:g}), model.layer_norm=True or a lower "
+            f"optimizer.clip_norm (now {clip})"
+        )
+
+    def describe_turn(self, scores: evaluate.Scores, decision: schedule.Decision) -> str:
+        """One line about the turn that was just evaluated."""
+        unit = self.run.task.score_unit
+        marks = " *" if decision.improved else ""
+        marks += ", averaging starts" if decision.start_averaging else ""
+        marks += ", learning rate drops" if decision.drop_learning_rate else ""
+        return (
+            f"turn {self.progress.turn}/{self.run.rules.turns}: "
+            f"valid {units.show(scores.valid_nats, unit)}, "
+            f"train {units.show(scores.train_nats, unit)}, "
+            f"temperature {scores.temperature:.2f}{marks}"
+        )

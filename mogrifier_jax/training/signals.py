@@ -1,0 +1,57 @@
+"""Requests to stop a run: SIGTERM, Ctrl-C, and preemption of one process of many."""
+
+import signal
+import threading
+from typing import Any
+
+import jax
+from absl import logging
+from jax.experimental import multihost_utils
+
+from mogrifier_jax import errors
+
+
+class StopRequests:
+    """Notes requests to stop; ask `requested()` between dispatches, equally often in all processes.
+
+    With `jax.distributed` the runtime itself listens for SIGTERM and makes every process stop at
+    the same call. Without it SIGTERM and the first Ctrl-C are caught here; a second Ctrl-C
+    interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if on_main_thread and not jax.distributed.is_initialized():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def check(self) -> None:
+        """Stops at once, if asked to, where there is nothing to save yet; for one process alone."""
+        if self._signal is not None:
+            raise errors.Interrupted("stopped before the first step; the same command goes on")
+
+    def requested(self) -> bool:
+        """Whether to save and stop now; the same answer in every process."""
+        if jax.distributed.is_initialized():
+            # The runtime names one call at which all stop, so they are counted one by one.
+            self._calls += 1
+            return multihost_utils.reached_preemption_sync_point(self._calls)
+        return self._signal is not None
+
+    def _note(self, number: int, _) -> None:
+        if self._signal == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self._signal = number
+        hint = "; again to stop at once" if number == signal.SIGINT else ""
+        logging.warning("%s: saving and stopping%s", signal.Signals(number).name, hint)
