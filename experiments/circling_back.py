@@ -28,7 +28,7 @@ Not published, so ours:
   `circling_back_enwik8`) has the ranges.
 - `stagnating_evaluations`: the paper on Two-Tailed Averaging says "a few".
 - The length of a turn. Epochs are rounded to whole turns.
-- Runs that diverge stop here; the author's go back to their best state, at 0.9 of the rate.
+- `max_restarts`: how often a run that diverges goes back to its best state, at 0.9 of the rate.
 
 Variants: `rlstm` (default, the Mogrifier RLSTM), `mogrifier` (the Mogrifier LSTM) or `lstm`
 (no rounds, with the values of the LSTM of 2019); `ptb` (default), `wikitext2`, `ptb_char`, `enwik8`
@@ -51,6 +51,7 @@ COMMON = dict(
     ),
     optimizer=dict(name="radam"),
     averaging=dict(kind="two_tailed", stagnating_evaluations=3),
+    schedule=dict(on_divergence="restart", restart_multiplier=0.9),
 )
 CORPORA = {
     "ptb": dict(  # 400 epochs.

@@ -163,6 +163,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "early_stopping_rampup_turns": TURN._replace(default=0),  # fewer during these.
         "early_stopping_slowest_rate": Key(float, 0.0, low=-1e3, high=1e3),  # Nats a turn.
         "early_stopping_worst_xe_target": Key(float, low=-1e3, high=1e3),  # Nats.
+        "on_divergence": Key(str, "stop", choices=("stop", "restart")),  # From the best state,
+        "restart_multiplier": Key(float, 0.9, above=0.0, high=1.0),  # with the rate times this,
+        "max_restarts": Key(int, 10, low=0, high=10**6),  # so many times.
     },
     "evaluation": {
         "softmax_temperature": Key(float, above=0.0, high=10.0),  # On logits; None: searched,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import pydoc
-from mogrifier_jax import partitioning
-from mogrifier_jax.training import metrics, train
+from mogrifier_jax import errors, partitioning
+from mogrifier_jax.training import metrics, run_record, train
 
 CHANGES = {
     "log_every": 2,
@@ -90,3 +90,78 @@ def test_results_are_those_of_the_best_turn(unbroken):
     results = json.loads((unbroken / "results.json").read_text())
     valid = [r["valid_nats"] for r in metrics.read_metrics(unbroken) if r["kind"] == "eval"]
     assert results["valid_nats"] == pytest.approx(min(valid)) and len(valid) == 4
+
+
+# A run that diverges.
+
+DIVERGING = {
+    "optimizer.name": "sgd",
+    "optimizer.learning_rate": 1e30,
+    "optimizer.clip_norm": 0.0,
+    "schedule.on_divergence": "restart",
+    "schedule.restart_multiplier": 1e-10,
+    "schedule.max_restarts": 3,
+    "schedule.turns": 3,
+}
+
+
+def lines(workdir, kind):
+    return [record for record in metrics.read_metrics(workdir) if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory):
+    """A run whose learning rate is far too high until the third restart."""
+    workdir = tmp_path_factory.mktemp("restarted")
+    run(workdir, **DIVERGING)
+    return workdir
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_goes_on_from_its_best_state(restarted):
+    found = lines(restarted, "restart")
+    assert [line["restarts"] for line in found] == [1, 2, 3]
+    np.testing.assert_allclose([line["learning_rate"] for line in found], [1e20, 1e10, 1.0])
+    assert {line["best_step"] for line in found} == {0}
+    assert [line["step"] for line in lines(restarted, "eval")] == [0, 4, 8, 12]
+    assert np.isfinite([line["valid_nats"] for line in lines(restarted, "eval")][-1])
+    assert json.loads((restarted / "results.json").read_text())["step"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_resumed_after_a_restart_has_the_same_metrics_byte_by_byte(
+    restarted, tmp_path, monkeypatch
+):
+    """It is killed right after its second restart, and again as it saves the third."""
+    seen = []
+    restart = run_record.RunRecord.restart
+
+    def killed(self, step):
+        if self.progress.restarts == 3 and "before" not in seen:
+            seen.append("before")
+            raise SystemExit("killed")
+        state = restart(self, step)
+        if self.progress.restarts == 2 and "after" not in seen:
+            seen.append("after")
+            raise SystemExit("killed")
+        return state
+
+    monkeypatch.setattr(run_record.RunRecord, "restart", killed)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            run(tmp_path, **DIVERGING)
+    run(tmp_path, **DIVERGING)
+    assert sorted(seen) == ["after", "before"]
+    for name in ("metrics.jsonl", "results.json"):
+        assert (tmp_path / name).read_bytes() == (restarted / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_restarts_are_bounded_and_off_unless_asked_for(tmp_path):
+    for name, changes in {
+        "bounded": {"schedule.max_restarts": 1},
+        "off": {"schedule.on_divergence": "stop"},
+    }.items():
+        with pytest.raises(errors.Diverged, match="is not finite"):
+            run(tmp_path / name, **(DIVERGING | changes))
+        assert len(lines(tmp_path / name, "restart")) == (name == "bounded")
