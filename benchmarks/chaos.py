@@ -49,6 +49,7 @@ VALUES = (
 # Where the work of each mode begins: command lines are tried up to here.
 WORK = (
     *("training.train:train_turns", "evaluation.trained:TrainedModel._draw", "tuning.worker:work"),
+    "tuning.worker:start_workers",
     *("training.evaluate:Deterministic.__call__", "training.evaluate:Deterministic.sums"),
     *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.dyneval:cached_statistics"),
     *("analysis.sweeps:run_here", "analysis.sweeps:run_beside", "analysis.inspection:inspect"),

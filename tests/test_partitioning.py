@@ -127,7 +127,7 @@ def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
     scores = []
     for mesh in (make_mesh(1), make_mesh(4, 2)):
         run = runs.make_run(config, mesh)
-        shardings = runs.shardings_of(run.abstract_state())
+        shardings = programs.shardings_of(run.abstract_state())
         params = jax.jit(run.init_state, out_shardings=shardings)().params
         # Six stripes, which the mesh fills up to eight.
         evaluation = evaluate.Deterministic(run.model, run.task.plan("valid", 6), chunk=4)

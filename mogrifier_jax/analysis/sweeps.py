@@ -5,6 +5,7 @@ of its own, `<workdir>/<variant>/seed<k>`. So everything that works on a workdir
 the same command goes on with a sweep that was stopped. `tables.py` makes tables and figures.
 """
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -156,12 +157,13 @@ def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job
 
     commands = [processes.Job(str(job), sweep.command(job), job.folder / "log.txt") for job in jobs]
     num_stopped = 0
-    for ended in processes.run_side_by_side(commands, parallel, note_end):
-        job = by_name[ended.job.name]
-        if finished(job, ended.code):
-            yield job
-        else:
-            num_stopped += 1
+    with contextlib.closing(processes.run_side_by_side(commands, parallel, note_end)) as ends:
+        for ended in ends:
+            job = by_name[ended.job.name]
+            if finished(job, ended.code):
+                yield job
+            else:
+                num_stopped += 1
     if num_stopped:
         raise errors.Interrupted(
             f"{num_stopped} runs were stopped, or not started; the same command goes on"

@@ -8,7 +8,7 @@ import os
 import pathlib
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from absl import logging
@@ -55,7 +55,7 @@ def check_parallel(parallel: int) -> None:
 
 def run_side_by_side(
     jobs: Sequence[Job], parallel: int, note_end: Callable[[Ended], None] = lambda ended: None
-) -> Iterator[Ended]:
+) -> Generator[Ended]:
     """Runs jobs, `parallel` at a time; yields each when it has ended.
 
     A request to stop is passed on to all jobs. They are also stopped when the caller ends early.

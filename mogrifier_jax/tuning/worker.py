@@ -12,6 +12,7 @@ programs are kept for the next trial of the same shape.
 """
 
 import collections
+import contextlib
 import copy
 import json
 import os
@@ -146,22 +147,17 @@ def start_workers(flags: Sequence[str], workdir: str, parallel: int) -> None:
         for index in range(parallel)
     ]
     codes = []
-    for ended in processes.run_side_by_side(jobs, parallel):
-        codes.append(ended.code)
-        if ended.code is not None and 0 < ended.code != errors.Interrupted.exit_code:
-            where = f"the reason is in {ended.job.log}" if ended.job.log else "it says why above"
-            raise errors.UsageError(f"{ended.job.name} ended with code {ended.code}; {where}")
-        if ended.code is not None and ended.code < 0:
-            logging.warning(
-                "%s was ended by %s; the others take over", ended.job.name, signal_name(ended.code)
-            )
+    with contextlib.closing(processes.run_side_by_side(jobs, parallel)) as ends:
+        for job, code, _, _ in ends:
+            codes.append(code)
+            if code is not None and 0 < code != errors.Interrupted.exit_code:
+                where = f"the reason is in {job.log}" if job.log else "it says why above"
+                raise errors.UsageError(f"{job.name} ended with code {code}; {where}")
+            if code is not None and code < 0:
+                killer = signal.Signals(-code).name
+                logging.warning("%s was ended by %s; the others take over", job.name, killer)
     if 0 not in codes:  # A worker that ends by itself has seen the whole study complete.
         raise errors.Interrupted("all workers were stopped; the same command goes on")
-
-
-def signal_name(code: int) -> str:
-    """The signal of a negative exit code."""
-    return signal.Signals(-code).name
 
 
 def work(

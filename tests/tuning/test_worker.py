@@ -229,6 +229,22 @@ def test_workers_side_by_side_share_a_study(tmp_path, study_file):
 
 
 @pytest.mark.slow
+def test_a_stop_of_workers_side_by_side_saves_all_of_them(tmp_path, study_file):
+    with start_command(tmp_path, study_file, "--trials=40", "--parallel=2") as process:
+        while not list(tmp_path.glob("trials/*/metrics.jsonl")) and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate()[1]
+    assert process.returncode == errors.Interrupted.exit_code, output
+    assert "Interrupted: all workers were stopped" in output and "Traceback" not in output
+    begun = {path.parent for path in tmp_path.glob("trials/*/config.json")}
+    with start_command(tmp_path, study_file, f"--trials={len(begun)}", "--parallel=2") as process:
+        output = process.communicate()[1]
+    assert process.returncode == 0, output
+    assert all((folder / "results.json").exists() for folder in begun)
+
+
+@pytest.mark.slow
 def test_what_no_worker_can_do_is_said_once(tmp_path, study_file):
     flags = ("--parallel=2", "--config.data.batch_size=9", "--cpu_devices=2")
     with start_command(tmp_path, study_file, *flags) as process:
