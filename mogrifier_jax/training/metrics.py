@@ -6,6 +6,7 @@ are the same each time: a resumed run writes the file that the unbroken run woul
     {"step": 200, "kind": "train", "loss_nats": ..., "grad_norm": ..., "learning_rate": ...}
     {"step": 200, "kind": "eval", "turn": 1, "valid_nats": ..., "train_nats": ...,
      "temperature": ..., "averaged": false, "best": true}
+    {"step": 220, "kind": "restart", "restarts": 1, "best_step": 200, "learning_rate": ...}
 
 `step` counts optimiser steps already made; `loss_nats`, `valid_nats`, `train_nats` are nats per
 token; `averaged` tells that averaged weights were evaluated. Further keys may be added. JSON has
