@@ -215,7 +215,7 @@ def test_backward_scan_accumulates_no_weight_gradients(variant):
         assert state in fast and not matrices & fast
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("platform", quick.mostly_slow(PLATFORMS, "tpu"))
 def test_remat_keeps_less(platform):
     cell = make_cell("mogrifier low rank", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11, steps=64, batch=2)
@@ -337,6 +337,7 @@ def test_every_plan_gives_the_same_numbers(variant, name, monkeypatch):
     assert_equal(found, solve(variant, tree, keep, valid))
 
 
+@pytest.mark.slow
 def test_every_field_of_a_plan_changes_the_program(monkeypatch):
     """So none of them is forgotten; the values are those that some platform is given."""
     cell = make_cell("mogrifier low rank", hidden_size=13)
