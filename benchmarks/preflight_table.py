@@ -36,7 +36,8 @@ LSTMS = {
     name.replace(":", ":lstm,") if ":" in name else f"{name}:lstm": sizes
     for name, sizes in EXPERIMENTS.items()
 }
-ALL = EXPERIMENTS | LSTMS
+REWIRED = {"ptb:rlstm": (64, 1), "enwik8:rlstm,48m": (128, 1), "enwik8:rlstm": (128, 2)}
+ALL = EXPERIMENTS | LSTMS | REWIRED
 # enwik8 with 96M parameters: a fixed batch of 128, and 32 stripes for each chip.
 SCALING = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
 COLUMNS = "GiB a chip | ms a step | in collectives | tokens/s | of peak"

@@ -24,6 +24,7 @@ SIZES = {"small": (128, 16, 35), "middle": (512, 64, 70), "ptb": (912, 64, 70)} 
 def rows(hidden: int) -> dict[str, nn.Module]:
     """What is compared; the ratios are to the first."""
     mogrifier = mogrifier_jax.MogrifierLSTMCell(hidden, rounds=5, rank=hidden // 12)
+    rewired = mogrifier_jax.RewiredLSTMCell(hidden, rounds=5, rank=hidden // 12)
     return {
         "nn.RNN, OptimizedLSTMCell": nn.RNN(nn.OptimizedLSTMCell(hidden)),
         "nnx.RNN, OptimizedLSTMCell": NnxRNN(hidden),
@@ -33,6 +34,8 @@ def rows(hidden: int) -> dict[str, nn.Module]:
         "RNN, GRUCell": mogrifier_jax.RNN(nn.GRUCell(hidden)),
         "nn.RNN, Mogrifier": nn.RNN(mogrifier),
         "RNN, Mogrifier": mogrifier_jax.RNN(mogrifier),
+        "nn.RNN, Mogrifier RLSTM": nn.RNN(rewired),
+        "RNN, Mogrifier RLSTM": mogrifier_jax.RNN(rewired),
     }
 
 

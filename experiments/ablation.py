@@ -8,7 +8,8 @@ the paper's numbers. The same command goes on where it was stopped. One variant 
 run: `--config=experiments/ablation.py:full_rank`.
 
 Sets: `rounds` (figure 5 of the paper), `table` (table 3), and the hypotheses of "What the Mogrifier
-is not": `scaling`, `rank`, `optimisers`, `embeddings`, `factorisation`, `episodes`, `characters`.
+is not": `scaling`, `rank`, `optimisers`, `embeddings`, `factorisation`, `episodes`, `characters`;
+and `circling_back`: what each change of arXiv:2211.01848 does alone.
 
 A variant is a model and, if wanted, a condition and a size: `lstm,sgd,small`. All models have the
 same number of parameters. Those that gate take the tuned values of the Mogrifier, the others those
@@ -36,6 +37,7 @@ MODELS = {
     **{f"r{rounds}": dict(model=dict(rounds=rounds)) for rounds in (1, 2, 3, 4, 6)},
     "full_rank": dict(model=dict(rank=0)),
     "no_zigzag": dict(model=dict(cell="mogrifier_no_zigzag")),
+    "rlstm": configs.REWIRED,
     "mlstm": dict(model=dict(cell="mlstm")),
     **{f"rank{rank}": dict(model=dict(rank=rank)) for rank in (1, 2, 3, 4)},
     "scaling": dict(model=dict(scaling=True)),  # Constants in place of gates.
@@ -53,6 +55,12 @@ CONDITIONS = {
         model=dict(trainable_initial_state=True),
     ),
     "characters": dict(data=dict(name="ptb_char"), model=dict(tied_embeddings=False)),
+    # Of arXiv:2211.01848. Numbers that were not published are those of circling_back.py.
+    "samples": dict(optimizer=dict(training_samples=4)),
+    "chrono": dict(model=dict(chrono_max=math.exp(3.5))),
+    "cell_output": dict(model=dict(output="residual")),  # And the rate of inter-layer dropout.
+    "radam": dict(optimizer=dict(name="radam")),
+    "two_tailed": dict(averaging=dict(kind="two_tailed", stagnating_evaluations=3)),
 }
 SMALL = dict(
     averaging=dict(trigger_at_the_latest=3),
@@ -76,6 +84,8 @@ def get_config(variant=""):
     config = configs.base(configs.LAMB, *changes)
     if size and model == "factorised":
         config.model.gate_rank = GATE_RANKS[size]
+    if condition == "cell_output":
+        config.dropout.update(cell_output=config.dropout.inter_layer, inter_layer=0.0)
     if (condition, size) == ("characters", "small"):
         config.update(SMALL_CHARACTERS)
     return config
@@ -138,4 +148,16 @@ SETS = {
     ),
     "episodes": compare("Sentences alone", {"": "stream", "episodic": "sentences"}),
     "characters": compare("Characters of Penn Treebank", {"characters": "characters"}),
+    "circling_back": Set(
+        "The changes of 2022, each alone",
+        [
+            Row("mogrifier", "Mogrifier"),
+            Row("rlstm", "Mogrifier RLSTM"),
+            Row("mogrifier,samples", "four dropout samples"),
+            Row("mogrifier,chrono", "Chrono initialisation"),
+            Row("mogrifier,cell_output", "dropout of cell outputs"),
+            Row("mogrifier,radam", "Rectified Adam"),
+            Row("mogrifier,two_tailed", "Two-Tailed Averaging"),
+        ],
+    ),
 }

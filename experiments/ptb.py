@@ -17,9 +17,13 @@ models are best at the same rate and dropout.
     python -m mogrifier_jax.main --mode=sweep --config=experiments/ptb.py:small --set=models \
         --seeds=1,2,3 --parallel=2 --workdir=runs/ptb_models
 
-compares both models over seeds; RESULTS.md has what came out. The full size has not been run.
+compares both models over seeds, and `--set=rewired` the Mogrifier and `rlstm`; RESULTS.md has what
+came out. The full size has not been run.
 
-Variants: `mogrifier` (default) or `lstm`; `small` as above; `tiny` is a smoke run.
+`rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of the Mogrifier; no others were
+published for it.
+
+Variants: `mogrifier` (default), `lstm` or `rlstm`; `small` as above; `tiny` is a smoke run.
 """
 
 from mogrifier_jax import configs
@@ -45,15 +49,15 @@ SMALL = dict(
     averaging=dict(trigger_turns=2, trigger_at_the_latest=7),
     schedule=dict(turns=10, steps_per_turn=830, early_stopping_turns=3),
 )
-SMALL_GATES = dict(model=dict(rounds=4, rank=17))  # Of the Mogrifier.
-CELLS = {"mogrifier": {}, "lstm": LSTM}
+SMALL_GATES = dict(model=dict(rounds=4, rank=17))  # Of the models with rounds.
+CELLS = {"mogrifier": {}, "lstm": LSTM, "rlstm": configs.REWIRED}
 SIZES = {"": {}, "small": SMALL, "tiny": configs.TINY}
 
 
 def get_config(variant=""):
     cell, size = configs.choose(variant, CELLS, SIZES)
-    gates = SMALL_GATES if (cell, size) == ("mogrifier", "small") else {}
+    gates = SMALL_GATES if size == "small" and cell != "lstm" else {}
     return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
 
 
-SETS = {"models": configs.MODELS}
+SETS = {"models": configs.MODELS, "rewired": configs.REWIRED_MODELS}

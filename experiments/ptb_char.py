@@ -9,12 +9,14 @@ Paper, bits per character on valid / test (hidden size of the Mogrifier 1209):
     LSTM       1.163 / 1.143   1.116 / 1.103   1.159 / 1.139   1.115 / 1.102
     Mogrifier  1.149 / 1.131   1.098 / 1.088   1.137 / 1.120   1.094 / 1.083
 
-Measured: not yet.
+The full size has not been run. The tuned LSTM of this row was never published: `lstm` is the
+Mogrifier's settings with no rounds (hidden size 1221), so its result need not be the paper's.
+`rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of the Mogrifier.
 
-The tuned LSTM of this row was never published: `lstm` is the Mogrifier's settings with no rounds
-(hidden size 1221), so its result need not be the paper's.
+`small` has 1M parameters and four passes over the text, which take a CPU core about an hour. The
+settings are a first guess, which a study for each model is to replace (docs/science.md).
 
-Variants: `mogrifier` (default) or `lstm`; `tiny` is a smoke run.
+Variants: `mogrifier` (default), `lstm` or `rlstm`; `small` as above; `tiny` is a smoke run.
 """
 
 from mogrifier_jax import configs
@@ -27,8 +29,23 @@ MOGRIFIER = dict(
     averaging=dict(trigger_turns=25, trigger_at_the_latest=400),
     schedule=dict(turns=500, steps_per_turn=200),
 )
+SMALL = dict(
+    data=dict(batch_size=32, window=75),
+    model=dict(num_params=1_000_000),
+    dropout=(0.02, 0.05, 0.05, 0.05),
+    optimizer=dict(learning_rate=0.004, l2_penalty=1e-5),
+    averaging=dict(trigger_turns=2, trigger_at_the_latest=5),
+    schedule=dict(turns=8, steps_per_turn=1045, early_stopping_turns=3),
+)
+SMALL_GATES = dict(model=dict(rounds=4, rank=20))  # Of the models with rounds.
+CELLS = {"mogrifier": {}, "lstm": configs.UNGATED, "rlstm": configs.REWIRED}
+SIZES = {"": {}, "small": SMALL, "tiny": configs.TINY}
 
 
 def get_config(variant=""):
-    cells = {"mogrifier": {}, "lstm": configs.UNGATED}
-    return configs.build(variant, MOGRIFIER, cells, {"": {}, "tiny": configs.TINY})
+    cell, size = configs.choose(variant, CELLS, SIZES)
+    gates = SMALL_GATES if size == "small" and cell != "lstm" else {}
+    return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
+
+
+SETS = {"models": configs.MODELS, "rewired": configs.REWIRED_MODELS}

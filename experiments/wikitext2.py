@@ -9,9 +9,14 @@ Paper, perplexity on valid / test (hidden sizes 1211 and 1366, embeddings 428 an
     LSTM       62.6 / 60.1     43.2 / 41.5   61.9 / 59.4   43.2 / 41.4
     Mogrifier  58.7 / 56.6     40.6 / 39.0   57.3 / 55.1   40.2 / 38.6
 
-Measured: not yet.
+The full size has not been run. `rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of
+the Mogrifier.
 
-Variants: `mogrifier` (default) or `lstm`; `tiny` is a smoke run.
+`small` has 3M parameters, an ordinary softmax, and three passes over the text, which take a CPU
+core about an hour. The settings are a first guess, which a study for each model is to replace
+(docs/science.md).
+
+Variants: `mogrifier` (default), `lstm` or `rlstm`; `small` as above; `tiny` is a smoke run.
 """
 
 from mogrifier_jax import configs
@@ -37,8 +42,25 @@ LSTM = dict(
     dropout=(0.6090979517941943, 0.09075401405970591, 0.2714030562283111, 0.34845530389157287),
     optimizer=dict(learning_rate=0.003183909546336849, l2_penalty=0.00023063627783021125),
 )
+SMALL = dict(
+    data=dict(batch_size=32, window=35),
+    model=dict(
+        num_params=3_000_000, embedding_ratio=1.0, mixture_components=0, state_mask="window"
+    ),
+    dropout=(0.05, 0.1, 0.05, 0.2),
+    optimizer=dict(learning_rate=0.008, l2_penalty=1e-5),
+    averaging=dict(trigger_turns=2, trigger_at_the_latest=4),
+    schedule=dict(turns=6, steps_per_turn=932, early_stopping_turns=3),
+)
+SMALL_GATES = dict(model=dict(rounds=4, rank=17))  # Of the models with rounds.
+CELLS = {"mogrifier": {}, "lstm": LSTM, "rlstm": configs.REWIRED}
+SIZES = {"": {}, "small": SMALL, "tiny": configs.TINY}
 
 
 def get_config(variant=""):
-    cells = {"mogrifier": {}, "lstm": LSTM}
-    return configs.build(variant, MOGRIFIER, cells, {"": {}, "tiny": configs.TINY})
+    cell, size = configs.choose(variant, CELLS, SIZES)
+    gates = SMALL_GATES if size == "small" and cell != "lstm" else {}
+    return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
+
+
+SETS = {"models": configs.MODELS, "rewired": configs.REWIRED_MODELS}

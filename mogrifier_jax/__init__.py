@@ -25,6 +25,7 @@ with epy.lazy_api_imports(globals()):
         MogrifierElmanCell,
         MogrifierGRUCell,
         MogrifierLSTMCell,
+        RewiredLSTMCell,
     )
     from mogrifier_jax.nn.models import LanguageModel
     from mogrifier_jax.nn.rnn import RNN
@@ -38,6 +39,7 @@ __all__ = [
     "MogrifierElmanCell",
     "MogrifierGRUCell",
     "MogrifierLSTMCell",
+    "RewiredLSTMCell",
     "TrainedModel",
     "from_flax",
     "from_pytorch",

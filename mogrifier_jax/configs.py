@@ -133,6 +133,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "state": RATE,  # On the previous h as the gates read it.
         "output": RATE,  # On the output of the layers,
         "downprojected": RATE._replace(default=None),  # and after a projection; None: the same.
+        "cell_output": RATE,  # On the output of each layer, before the layers are added up.
     },
     "optimizer": {
         "name": Key(str, "adam", choices="training.optimizers.OPTIMIZERS"),
@@ -145,12 +146,17 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "momentum": RATE,  # Of sgd and rmsprop.
         "accumulate": Key(int, 1, low=1, high=10**6),  # Groups that a batch is split into.
         "accumulate_reduce": Key(str, "mean", choices=("mean", "sum")),  # Of their gradients.
+        # Dropout samples of each stripe; the objective is the log of their mean probability.
+        "training_samples": Key(int, 1, low=1, high=1000),
         "accumulate_at_once": Key(bool),  # Groups side by side; None: if a device has few rows.
     },
     "averaging": {
         "kind": Key(str, "triggered", choices="training.averaging.AVERAGES"),
         "trigger_turns": TURN,  # Turns without improvement that start it,
         "trigger_at_the_latest": TURN,  # and the turn that does in any case.
+        # two_tailed: evaluations without improvement after which a tail begins again, and the raw
+        # weights are a candidate too; None: the algorithm without these extensions.
+        "stagnating_evaluations": COUNT,
     },
     "schedule": {
         "turns": Key(int, low=0, high=10**7, required=True),
@@ -162,6 +168,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "early_stopping_rampup_turns": TURN._replace(default=0),  # fewer during these.
         "early_stopping_slowest_rate": Key(float, 0.0, low=-1e3, high=1e3),  # Nats a turn.
         "early_stopping_worst_xe_target": Key(float, low=-1e3, high=1e3),  # Nats.
+        "on_divergence": Key(str, "stop", choices=("stop", "restart")),  # From the best state,
+        "restart_multiplier": Key(float, 0.9, above=0.0, high=1.0),  # with the rate times this,
+        "max_restarts": Key(int, 10, low=0, high=10**6),  # so many times.
     },
     "evaluation": {
         "softmax_temperature": Key(float, above=0.0, high=10.0),  # On logits; None: searched,
@@ -178,6 +187,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
 # lamb's choices where they are not the defaults.
 LAMB = dict(data=dict(drop_state_probability=0.01), optimizer=dict(accumulate_reduce="sum"))
 UNGATED = dict(model=dict(rounds=0, rank=0))
+REWIRED = dict(model=dict(cell="rewired_lstm"))  # The Mogrifier RLSTM, if there are rounds.
 TINY = dict(  # A smoke run.
     data=dict(batch_size=32, window=16),
     model=dict(hidden_size=16, rank=4),
@@ -324,6 +334,10 @@ class Set(NamedTuple):
 
 
 MODELS = Set("LSTM and Mogrifier", [Row("lstm", "LSTM"), Row("mogrifier", "Mogrifier")])
+REWIRED_MODELS = Set(
+    "Mogrifier and Mogrifier RLSTM",
+    [Row("mogrifier", "Mogrifier"), Row("rlstm", "Mogrifier RLSTM")],
+)
 
 
 def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ __all__ = [
     "MogrifierElmanCell",
     "MogrifierGRUCell",
     "MogrifierLSTMCell",
+    "RewiredLSTMCell",
 ]
 
 
@@ -138,6 +139,12 @@ class MLSTMCell(CellShell):
     """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative."""
 
     linen = layers.MLSTMCell
+
+
+class RewiredLSTMCell(CellShell):
+    """Rewired LSTM (arXiv:2211.01848) whose x and h gate each other first."""
+
+    linen = layers.RewiredLSTMCell
 
 
 class MogrifierGRUCell(CellShell):

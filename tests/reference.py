@@ -31,6 +31,10 @@ VARIANTS = {
     "mogrifier factored": ("mogrifier_lstm", {"rounds": 2, "gate_rank": 3, "tied_gates": True}),
     "mlstm": ("mlstm", {}),
     "mlstm normed": ("mlstm", {"layer_norm": True, "rounds": 2}),
+    "rewired": ("rewired_lstm", {"rounds": 0}),
+    "rewired scaled": ("rewired_lstm", {"rounds": 0, "scaling": True}),
+    "mogrifier rewired": ("rewired_lstm", {"rounds": 5}),
+    "mogrifier rewired low rank": ("rewired_lstm", {"rounds": 4, "rank": 2}),
     "gru": ("mogrifier_gru", {"rounds": 0}),
     "mogrifier gru": ("mogrifier_gru", {"rounds": 4, "rank": 2}),
     "elman": ("mogrifier_elman", {"rounds": 0}),
@@ -74,6 +78,8 @@ def step(cell, options, params, state, x, mask=None):
     zigzag = cell != "mogrifier_no_zigzag"
     x, read, rounds = mogrify(params, options.get("rounds", 0), x, read, zigzag)
     p = params["gates"]
+    if cell == "rewired_lstm":
+        return rewired_step(params, state, x, read, 1.0 if mask is None else mask, rounds)
     if cell == "mogrifier_elman":
         h = np.tanh(x @ flat(p["input"]) + read @ flat(p["recurrent"]) + flat(p["bias"], 0))
         return (h,), {"h": h, "rounds": rounds}
@@ -109,6 +115,23 @@ def step(cell, options, params, state, x, mask=None):
         c = np.clip(c, -options["cell_clip"], options["cell_clip"])
     if zoneout := options.get("zoneout"):  # Outside training: the mean over the masks.
         c, h = (zoneout * old + (1 - zoneout) * new for old, new in zip(state, (c, h), strict=True))
+    return (c, h), {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
+
+
+def rewired_step(params, state, x, h, mask, rounds):
+    """The equations of arXiv:2211.01848 with one matrix for each pair of an output and an input."""
+    p, units = params["gates"], h.shape[-1]
+    of_x, of_h = flat(p["input"]), flat(p["recurrent"])
+    w_ix, w_jx, w_ih, w_jh = (w[:, k : k + units] for w in (of_x, of_h) for k in (0, units))
+    b_i, b_j = p["bias"]
+    w_fu, w_fh = params["forget"]["kernel"][:units], params["forget"]["kernel"][units:]
+    i = sigmoid(x @ w_ix + h @ w_ih + b_i)
+    j = np.tanh(x @ w_jx + h @ w_jh + b_j)
+    f = sigmoid((i * j) @ w_fu + h @ w_fh + params["forget"]["bias"])
+    i = np.minimum(i, 1 - f)
+    c = f * state[0] + i * j
+    o = sigmoid((c * mask) @ params["output"]["kernel"] + params["output"]["bias"])
+    h = o * np.tanh(c)
     return (c, h), {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
 
 
@@ -158,6 +181,8 @@ def stack(model, params, state, xs, lengths=None, masks=None):
         )
         after.append(last)
         gates.append(seen)
+        if "cell_output" in masks:
+            ys = ys * masks["cell_output"][index]
         outputs.append(outputs[-1] + ys if model.output == "residual" and index else ys)
         xs = outputs[-1]
     return after, sum(outputs) if model.output == "sum" else outputs[-1], gates

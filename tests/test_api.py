@@ -18,7 +18,10 @@ from mogrifier_jax.nn import models
 from tests import quick
 from tests import workdir as workdirs
 
-CELLS = ("LSTMCell", "MLSTMCell", "MogrifierElmanCell", "MogrifierGRUCell", "MogrifierLSTMCell")
+CELLS = (
+    *("LSTMCell", "MLSTMCell", "RewiredLSTMCell"),
+    *("MogrifierElmanCell", "MogrifierGRUCell", "MogrifierLSTMCell"),
+)
 B, T, D, H = 8, 5, 4, 6
 XS = np.random.default_rng(0).standard_normal((B, T, D)).astype(np.float32)
 LENGTHS = np.array([5, 2, 3, 1, 5, 4, 3, 2])

@@ -64,7 +64,10 @@ def test_experiments_are_complete_and_within_the_declarations(name):
         ({"seed": 2**63}, "seed 9223372036854775808 must be at most 4294967295"),
         ({"model.rounds": "many"}, "model.rounds 'many' must be a whole number"),
         ({"optimizer.nam": "sgd"}, "config.optimizer.nam is read by nothing; did you mean name"),
-        ({"optimizer.name": "adamm"}, "is unknown: choose one of adam, sgd, rmsprop (did you mean"),
+        (
+            {"optimizer.name": "adamm"},
+            "is unknown: choose one of adam, radam, sgd, rmsprop (did you mean",
+        ),
     ],
 )
 def test_nonsense_ends_with_one_sentence(changes, words):

@@ -13,6 +13,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from mogrifier_jax import configs, errors
+from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import averaging, optimizers, schedule
 from tests import resolved_configs
@@ -24,11 +25,11 @@ RESOLVED = json.loads(resolved_configs.PATH.read_text())
 CELLS = ("mogrifier", "lstm")
 VARIANTS = {
     "pydoc.py": (CELLS, ("", "tiny")),
-    "ptb.py": (CELLS, ("", "small", "tiny")),
-    "ptb_char.py": (CELLS, ("", "tiny")),
-    "wikitext2.py": (CELLS, ("", "tiny")),
+    "ptb.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
+    "ptb_char.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
+    "wikitext2.py": ((*CELLS, "rlstm"), ("", "small", "tiny")),
     "mwc.py": (CELLS, ("en", "fi"), ("", "tiny")),
-    "enwik8.py": (CELLS, ("96m", "48m"), ("", "tiny")),
+    "enwik8.py": ((*CELLS, "rlstm"), ("96m", "48m"), ("", "small", "tiny")),
 }
 ALL = [
     f"{name}:{','.join(filter(None, choice))}"
@@ -88,7 +89,8 @@ def test_builds_locked_and_complete(name):
     # The average is on before the end, whatever the curve.
     assert 0 < rules.averaging_at_the_latest < rules.turns
     assert config.data.batch_size % config.optimizer.accumulate == 0
-    assert (config.model.rounds == 0) == ("lstm" in name)
+    assert (config.model.rounds == 0) == (":lstm" in name)
+    assert (config.model.cell == "rewired_lstm") == ("rlstm" in name)
     if "tiny" in name:
         assert rules.turns * rules.steps_per_turn == 8 and config.model.hidden_size == 16
     else:
@@ -144,11 +146,15 @@ def test_hidden_sizes_are_the_published_ones(name):
 
 def test_all_published_files_are_covered():
     assert len(TUNED) == 13
-    without_tiny = {name.rstrip(":") for name in ALL if "tiny" not in name and "small" not in name}
+    ours = ("tiny", "small", "rlstm")
+    without_tiny = {name.rstrip(":") for name in ALL if not any(word in name for word in ours)}
     assert len(without_tiny) == 13 + 1 + 2  # PTB characters' LSTM, and pydoc.
 
 
-@pytest.mark.parametrize("name, expected", [("ptb_char.py:lstm", 1221), ("ptb.py:small", 84)])
+@pytest.mark.parametrize(
+    "name, expected",
+    [("ptb_char.py:lstm", 1221), ("ptb.py:small", 84), ("ptb.py:rlstm,small", 86)],
+)
 def test_sizes_without_a_published_file(name, expected):
     assert hidden_size(get_config(name), {"ptb_char.py:lstm": 51}.get(name, 10_001)) == expected
 
@@ -176,6 +182,8 @@ def test_models_of_a_comparison_differ_only_in_what_was_tuned():
     gates = ("model.rounds", "model.rank")
     assert not configs.differences(mogrifier, lstm, ignore=gates)
     assert (lstm.model.rounds, lstm.model.rank) == (0, 0)
+    rewired = get_config("ptb.py:rlstm,small")
+    assert not configs.differences(mogrifier, rewired, ignore=("model.cell",))
     tokens = mogrifier.data.batch_size * mogrifier.data.window * mogrifier.schedule.steps_per_turn
     assert tokens == pytest.approx(929_589, rel=0.001)  # A turn is one pass.
     mogrifier, lstm = get_config("pydoc.py"), get_config("pydoc.py:lstm")
@@ -241,7 +249,7 @@ def test_overrides_reach_every_kind_of_key(monkeypatch):
 @pytest.mark.parametrize(
     "variant, message",
     [
-        ("49m", "variant '49m' is unknown: this experiment has mogrifier, lstm, 96m, 48m, tiny"),
+        ("49m", "variant '49m' is unknown: this experiment has mogrifier, lstm, rlstm, 96m, "),
         ("lstm,mogrifier", "mogrifier and lstm exclude each other"),
         ("tiny,96m,48m", "96m and 48m exclude each other"),
     ],
@@ -285,3 +293,75 @@ def test_only_added_keys_go_unnoticed_beside_recorded_ones():
         "dropout.downprojected": ("int", None),
         "data.window": None,
     }
+
+
+CIRCLING_BACK = {  # Published: layers, parameters, epochs, batch, window, dropout samples.
+    "ptb": (2, 24_000_000, 400, 128, 70, 8),
+    "wikitext2": (2, 35_000_000, 250, 128, 70, 4),
+    "ptb_char": (2, 24_000_000, 100, 128, 200, 4),
+    "enwik8": (6, 96_000_000, 200, 128, 256, 1),
+    "enwik8,48m": (6, 48_000_000, 200, 128, 256, 1),
+    "text8": (6, 96_000_000, 200, 128, 256, 1),
+    "text8,48m": (6, 48_000_000, 200, 128, 256, 1),
+}
+
+
+@pytest.mark.parametrize("cell", ["rlstm", "mogrifier", "lstm"])
+@pytest.mark.parametrize("corpus", CIRCLING_BACK)
+def test_circling_back_has_the_published_settings(corpus, cell):
+    config = get_config(f"circling_back.py:{corpus},{cell}")
+    layers, parameters, epochs, batch, window, samples = CIRCLING_BACK[corpus]
+    assert (config.model.num_layers, config.model.num_params) == (layers, parameters)
+    assert (config.data.batch_size, config.data.window) == (batch, window)
+    assert config.optimizer.training_samples == samples
+    size = tasks.SIZES[config.data.name]
+    read = batch * window * config.schedule.turns * config.schedule.steps_per_turn
+    assert read / size.train[0] == pytest.approx(epochs, rel=0.005)
+    model = config.model
+    assert (model.output, model.embedding_ratio, model.mixture_components) == ("residual", 1, 0)
+    assert model.tied_embeddings == (size.unit == "word")
+    assert (config.optimizer.name, config.optimizer.b1) == ("radam", 0.0)
+    assert config.averaging.kind == "two_tailed" and model.chrono_max > 2
+    assert (model.cell == "rewired_lstm") == (cell == "rlstm")
+    assert (model.rounds == 0) == (cell == "lstm")
+    assert config.dropout.inter_layer == 0.0 < config.dropout.cell_output
+    made = models.make_model(size.vocabulary, **model)
+    assert made.embedding_size == made.hidden_size
+    count = sum(models.count_parameters(made).values())
+    assert 0.99 * parameters < count <= parameters
+
+
+def test_circling_back_begins_with_the_values_of_2019():
+    new, old = get_config("circling_back.py:enwik8,48m"), get_config("enwik8.py:48m")
+    for name in ("input", "state", "output"):
+        assert new.dropout[name] == old.dropout[name]
+    assert new.dropout.cell_output == old.dropout.inter_layer
+    assert new.optimizer.learning_rate == old.optimizer.learning_rate
+    assert (new.model.rounds, new.model.rank) == (old.model.rounds, old.model.rank)
+    assert get_config("circling_back.py:text8,48m").model.rank == old.model.rank
+    with pytest.raises(errors.UsageError, match="48m is a size of enwik8 and text8, not of ptb"):
+        get_config("circling_back.py:48m")
+
+
+def test_circling_back_quotes_the_paper():
+    lines = load("circling_back.py").__doc__.splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("Penn Treebank, 24M")]
+    assert line.endswith("48.87 / 47.91    42.87 / 42.86")
+
+
+@pytest.mark.parametrize(
+    "variant, changed",
+    [
+        ("rlstm", {"model.cell"}),
+        ("mogrifier,samples", {"optimizer.training_samples"}),
+        ("mogrifier,chrono", {"model.chrono_max"}),
+        ("mogrifier,cell_output", {"model.output", "dropout.cell_output", "dropout.inter_layer"}),
+        ("mogrifier,radam", {"optimizer.name"}),
+        ("mogrifier,two_tailed", {"averaging.kind", "averaging.stagnating_evaluations"}),
+    ],
+)
+def test_each_change_of_circling_back_is_made_alone(variant, changed):
+    assert variant in {row.variant for row in load("ablation.py").SETS["circling_back"].rows}
+    plain = get_config("ablation.py:mogrifier,small")
+    found = configs.differences(plain, get_config(f"ablation.py:{variant},small"))
+    assert {name for name, *_ in found} == changed

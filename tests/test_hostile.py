@@ -417,7 +417,7 @@ def test_what_no_machine_holds_is_refused(features, window, refused):
     run = types.SimpleNamespace(
         abstract_state=lambda: jax.ShapeDtypeStruct((features,), jnp.float32),
         model=types.SimpleNamespace(num_layers=2, hidden_size=16, dtype=jnp.float32),
-        program=types.SimpleNamespace(accumulate=1, accumulate_at_once=False),
+        program=types.SimpleNamespace(accumulate=1, accumulate_at_once=False, training_samples=1),
         task=types.SimpleNamespace(
             stream=(), batch_at=lambda _, i: streams.Window(i, jnp.broadcast_to(i, (1, window)))
         ),

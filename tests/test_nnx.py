@@ -22,6 +22,7 @@ CELLS = {
     "LSTMCell": dict(layer_norm=True),
     "MogrifierLSTMCell": dict(rounds=3, rank=2),
     "MLSTMCell": dict(scaling=True),
+    "RewiredLSTMCell": dict(rounds=3, rank=2),
     "MogrifierGRUCell": dict(rounds=2),
     "MogrifierElmanCell": dict(rounds=2, gate_bias=False),
 }

@@ -4,7 +4,7 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const N = DATA.tokens.length;
-const PAPER = "https://arxiv.org/abs/1909.01792";
+const PAPER = "1909.01792", REWIRED_PAPER = "2211.01848";
 const WORDS = DATA.level === "word";
 const MOST_BITS = WORDS ? 14 : 8; // Where the shading of surprisal is strongest,
 const MOST_APART = WORDS ? 3 : 2; // and that of differences.
@@ -146,6 +146,13 @@ function short(name) {
   return name.endsWith("_scale") ? `∏ on ${name[0]}` : name;
 }
 const X = (i) => `<i>x</i><sup>${i}</sup>`, H = (i) => `<i>h</i><sup>${i}</sup><sub>prev</sub>`;
+const rewired = (run) => run.cell === "rewired_lstm";
+// Where these differ from the LSTM's: what the gates of the Rewired LSTM read.
+const rewiredSentence = {
+  f: ["<i>f</i> = σ(W<sup>fu</sup>(<i>i</i> ⊙ <i>j</i>) + W<sup>fh</sup><i>h</i><sub>prev</sub> + b<sup>f</sup>)", "the forget gate: how much of the cell state is kept, from 0 to 1; it reads the proposed update <i>i</i> ⊙ <i>j</i>, with <i>i</i> before it is capped"],
+  i: ["<i>i</i> = min(σ(W<sup>ix</sup><i>x</i> + W<sup>ih</sup><i>h</i><sub>prev</sub> + b<sup>i</sup>), 1 − <i>f</i>)", "the input gate: how much of the candidate is let in"],
+  o: ["<i>o</i> = σ(W<sup>oc</sup><i>c</i> + b<sup>o</sup>)", "the output gate: how much of the cell state is shown, from 0 to 1; it reads the new cell state"],
+};
 const gateSentence = (run) => ({
   f: ["<i>f</i> = σ(W<sup>fx</sup><i>x</i> + W<sup>fh</sup><i>h</i><sub>prev</sub> + b<sup>f</sup>)", "the forget gate: how much of the cell state is kept, from 0 to 1"],
   i: [run.tied ? "<i>i</i> = 1 − <i>f</i>" : "<i>i</i> = σ(W<sup>ix</sup><i>x</i> + W<sup>ih</sup><i>h</i><sub>prev</sub> + b<sup>i</sup>)", "the input gate: how much of the candidate is let in" + (run.capped && !run.tied ? ", here never more than 1 − <i>f</i>" : "")],
@@ -156,26 +163,27 @@ const gateSentence = (run) => ({
   u: ["<i>u</i>", "the update gate of the GRU: how much of the state is kept"],
   n: ["<i>n</i>", "the candidate of the GRU, from −1 to 1"],
   h: ["<i>h</i> = tanh(W<i>x</i> + U<i>h</i><sub>prev</sub> + b)", "the state, from −1 to 1"],
+  ...(rewired(run) ? rewiredSentence : {}),
 });
-const link = (what) => `<a href="${PAPER}" target="_blank" rel="noopener">arXiv:1909.01792, ${what}</a>`;
+const link = (what, paper = PAPER) => `<a href="https://arxiv.org/abs/${paper}" target="_blank" rel="noopener">arXiv:${paper}${what}</a>`;
 function sentence() {
   const run = current(), name = state.map, layer = state.layer + 1;
   const none = run.rounds ? "" : `<b>${escape(run.name)} has no Mogrifier rounds</b> (rounds = 0): x and h do not gate each other. `;
   if (!name.startsWith("round") && !name.endsWith("_scale")) {
     const [formula, words] = gateSentence(run)[name];
-    return `${none}Layer ${layer}: <span class="formula">${formula}</span>, ${words}. A row is a unit of the layer, a column the moment when a token is read (${link("section 2")}).`;
+    return `${none}Layer ${layer}: <span class="formula">${formula}</span>, ${words}. A row is a unit of the layer, a column the moment when a token is read (${rewired(run) ? link("", REWIRED_PAPER) : link(", section 2")}).`;
   }
   const colours = `A column is the moment when a token is read; red is ${state.contrast === "change" ? "above the unit’s own mean, blue below it" : "scaled up, blue is scaled down"}`;
   const what = side(name) === "x" ? `<span class="math"><i>x</i></span>, ${state.layer ? `the output of layer ${layer - 1}` : "the embedded token"}` : '<span class="math"><i>h</i><sub>prev</sub></span>, the layer’s output before the token';
   if (name.endsWith("_scale")) {
     const first = name[0] === "x" ? 1 : 2, all = [];
     for (let i = first; i <= run.rounds; i += 2) all.push(i);
-    return `Layer ${layer}: by how much all rounds together scale ${what}; the product of the gates of round${all.length > 1 ? "s" : ""} ${all.join(", ")}. A row is a unit of it. ${colours} (${link("equations 1 and 2")}).`;
+    return `Layer ${layer}: by how much all rounds together scale ${what}; the product of the gates of round${all.length > 1 ? "s" : ""} ${all.join(", ")}. A row is a unit of it. ${colours} (${link(", equations 1 and 2")}).`;
   }
   const i = Number(name.slice(5)), odd = i % 2;
   const source = run.zigzag ? i - 1 : odd ? 0 : -1;
   const formula = odd ? `${X(i)} = 2σ(Q<sup>${i}</sup> ${H(source)}) ⊙ ${X(i - 2)}` : `${H(i)} = 2σ(R<sup>${i}</sup> ${X(source)}) ⊙ ${H(i - 2)}`;
-  return `Layer ${layer}, round ${i} of ${run.rounds}: <span class="formula">${formula}</span>. The map shows the gate 2σ(·); a row is a unit of ${what}. ${colours} (${link(`equation ${odd ? 1 : 2}`)}).`;
+  return `Layer ${layer}, round ${i} of ${run.rounds}: <span class="formula">${formula}</span>. The map shows the gate 2σ(·); a row is a unit of ${what}. ${colours} (${link(`, equation ${odd ? 1 : 2}`)}).`;
 }
 
 // State.
@@ -333,16 +341,20 @@ function showDiagram() {
     }
     x = at(run.rounds + 1) + 104;
   }
-  const gates = run.names.filter((name) => GATES.includes(name));
+  const flow = ["i", "j", "f", "c", "o"]; // Of the Rewired LSTM: each arrow is a map, or the update of c.
+  const gates = rewired(run) ? flow : run.names.filter((name) => GATES.includes(name));
+  const pitch = rewired(run) ? 66 : 54;
   if (run.rounds) {
     line("", x - 22, top + height / 2, x + 8, 46);
     line("", x - 22, below + height / 2, x + 8, 58);
     x += 14;
   }
   const y = run.rounds ? (top + below) / 2 : top;
-  gates.forEach((name, k) => node(name, x + k * 54, y, 48));
-  parts.push(`<text x="${x + (gates.length * 54 - 6) / 2}" y="${y + height + 16}">${run.cell.includes("gru") ? "GRU" : run.cell.includes("elman") ? "Elman" : "LSTM"} gates and state</text>`);
-  const wide = x + gates.length * 54 + 4;
+  gates.forEach((name, k) => node(name, x + k * pitch, y, 48));
+  if (rewired(run)) for (const k of [1, 2, 3]) line("", x + k * pitch + 48, y + height / 2, x + (k + 1) * pitch - 3, y + height / 2);
+  const cell = rewired(run) ? "Rewired LSTM: i ⊙ j to f, then c, then o" : `${run.cell.includes("gru") ? "GRU" : run.cell.includes("elman") ? "Elman" : "LSTM"} gates and state`;
+  parts.push(`<text x="${x + (gates.length * pitch - 6) / 2}" y="${y + height + 16}">${cell}</text>`);
+  const wide = x + gates.length * pitch + 4;
   $("diagram").innerHTML = `<svg width="${wide}" viewBox="0 0 ${wide} ${run.rounds ? below + height + 6 : 64}" role="group" aria-label="Rounds and gates"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" fill="${css("--hover")}"/></marker></defs>${parts.join("")}${nodes.join("")}</svg>`;
 }
 

@@ -22,7 +22,13 @@ from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import pretrained, scoring
 from mogrifier_jax.training import evaluate, workdirs
 
-NAMES = {"lstm": "LSTM", "mogrifier": "Mogrifier", "mlstm": "mLSTM"}
+NAMES = {
+    "lstm": "LSTM",
+    "mogrifier": "Mogrifier",
+    "mlstm": "mLSTM",
+    "rlstm": "RLSTM",
+    "mogrifier_rlstm": "Mogrifier RLSTM",
+}
 GATES = ("f", "i", "o")
 
 

@@ -259,7 +259,7 @@ def _show_x(x: float | str | None) -> str:
     return x if isinstance(x, str) else f"{x:g}"
 
 
-COLOURS = {"LSTM": "tab:orange", "Mogrifier": "tab:blue"}
+COLOURS = {"LSTM": "tab:orange", "Mogrifier": "tab:blue", "Mogrifier RLSTM": "tab:green"}
 
 
 def panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:

@@ -252,6 +252,7 @@ SIZES = {
     "ptb_char": Size(51, "character", (5_017_483, 42_069), (393_043, 3_371)),
     "wikitext2": Size(33_279, "word", (2_088_628, 36_718), (217_646, 3_760)),
     "enwik8": Size(206, "byte", (90_000_001, 1_017_183), (5_000_001, 54_258)),
+    "text8": Size(29, "byte", (90_000_900, 900), (5_000_050, 50)),
     "mwc": Size(300, "character", (10_000_000, 100_000), (500_000, 5_000)),
 }
 ASSUMED = {"mwc": "the size of the corpus is assumed: 10M characters of 300 kinds"}

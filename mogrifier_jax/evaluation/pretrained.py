@@ -79,7 +79,9 @@ def load_weights(
     text = workdirs.read_vocabulary(workdir)
     vocab = corpora.Vocabulary.from_json(text)
     model = runs.make_model(config, len(vocab))
-    average = averaging.make_averaging(config.averaging.kind)
+    average = averaging.make_averaging(
+        config.averaging.kind, config.averaging.stagnating_evaluations
+    )
     seal = workdirs.seal(config, text)
     with checkpoints.Checkpoints(workdir, read_only=True, seal=seal) as saved:
         restored = saved.restore(_abstract_weights(model, average, mesh), which=which, partial=True)

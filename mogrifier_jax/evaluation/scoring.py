@@ -235,10 +235,12 @@ def describe_run(config: config_dict.ConfigDict, num_params: int) -> dict[str, s
 
 
 def name_model(config: config_dict.ConfigDict) -> str:
-    """The paper's name for the model of a config."""
+    """The papers' name for the model of a config."""
     cell, rounds = config.model.get("cell", "mogrifier_lstm"), config.model.get("rounds", 0)
     if cell == "mogrifier_lstm":
         return "mogrifier" if rounds else "lstm"
+    if cell == "rewired_lstm":
+        return "rlstm" if rounds == 0 else "mogrifier_rlstm"
     return cell
 
 

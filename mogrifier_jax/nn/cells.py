@@ -7,7 +7,7 @@ parameters and `recurrence.py` scans.
 Every cell is a function `cell(params, carry, x, keep=None, scale=None) -> (carry, gates)`.
 Its output is the new `carry.h`. `gates` has the values of all gates, for analysis. They cost
 nothing if nobody uses them. `keep` is the mask of the state dropout (bool, shaped like h),
-and `scale` is 1 / (1 - rate). They apply to the h that the gates read, never to the stored
+and `scale` is 1 / (1 - rate). They apply to the state that the gates read, never to the stored
 state.
 
 `params` is a nested dict. Only `project` and `affine` multiply by its matrices. So
@@ -26,7 +26,7 @@ Gates = dict[str, Any]
 
 
 class LSTMCarry(NamedTuple):
-    """State of the LSTM, the Mogrifier LSTM and the multiplicative LSTM."""
+    """State of all LSTMs."""
 
     c: jax.Array  # [..., H] at least float32: it accumulates over the whole sequence.
     h: jax.Array  # [..., H] compute dtype.
@@ -154,6 +154,34 @@ def zone(rate: float, mask: jax.Array | None, old: jax.Array, new: jax.Array) ->
     return rate * old + (1 - rate) * new if mask is None else jnp.where(mask, old, new)
 
 
+def rewired_lstm(
+    params: Params,
+    carry: LSTMCarry,
+    x: jax.Array,
+    keep: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    *,
+    zigzag: bool = True,
+) -> tuple[LSTMCarry, Gates]:
+    """Rewired LSTM (arXiv:2211.01848) of the modulated x and h.
+
+    Its forget gate reads the proposed update i ⊙ j and h, and its output gate reads the new c. The
+    state dropout applies to that c too.
+    """
+    x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
+    z = gate_inputs(params["gates"], x, h)
+    i = jax.nn.sigmoid(z[..., 0, :])
+    j = jnp.tanh(z[..., 1, :])
+    update = (i * j).astype(h.dtype)
+    f = jax.nn.sigmoid(affine(params["forget"], jnp.concatenate([update, h], -1)))
+    i = jnp.minimum(i, 1 - f)  # Keeps |c| <= 1.
+    c = f * widen(carry.c) + i * j
+    o = jax.nn.sigmoid(affine(params["output"], drop(c.astype(h.dtype), keep, scale)))
+    h = o * jnp.tanh(c)
+    gates = {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
+    return LSTMCarry(c, h.astype(carry.h.dtype)), gates
+
+
 def gru(
     params: Params,
     carry: Carry,
@@ -203,15 +231,20 @@ def modulate(
     zigzag: bool,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """The x and h that the gates read: after state dropout, constant scaling and the Mogrifier."""
-    if keep is not None:
-        assert scale is not None  # They come together.
-        h = jnp.where(keep, h * scale.astype(h.dtype), jnp.zeros_like(h))
+    h = drop(h, keep, scale)
     if "scaling" in params:
         x = x * stretch(params["scaling"]["x"], x)
         h = h * stretch(params["scaling"]["h"], h)
     if "rounds" not in params:
         return x, h, []
     return mogrify(params["rounds"], x, h, zigzag)
+
+
+def drop(state: jax.Array, keep: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+    """The state as the gates read it: dropped out, if there is a mask."""
+    if keep is None or scale is None:
+        return state
+    return jnp.where(keep, state * scale.astype(state.dtype), jnp.zeros_like(state))
 
 
 def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:

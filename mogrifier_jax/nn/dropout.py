@@ -22,6 +22,7 @@ class Dropout(NamedTuple):
     state: Rate | None = None  # Of the previous h that the gates read.
     output: Rate | None = None  # Of the output of the stack.
     downprojected: Rate | None = None  # Of the softmax's projection of that output.
+    cell_output: Rate | None = None  # Of the output of each layer, before layers are added up.
 
 
 NO_DROPOUT = Dropout()

@@ -34,7 +34,7 @@ class Match(NamedTuple):
 
 _PLAIN = dict(rounds=0)
 # Fields of our cells that may have any value: sizes, initial values and options of the rounds.
-_FREE = {"hidden_size", "init_factor", "forget_bias", "rank", "zigzag", "gate_bias"}
+_FREE = {"hidden_size", "init_factor", "forget_bias", "chrono_max", "rank", "zigzag", "gate_bias"}
 _FREE |= {"dtype", "param_dtype", "parent", "name"}
 KINDS = (
     Match(
@@ -127,6 +127,8 @@ def find_counterpart(cell: layers.Cell) -> Match:
         ours = layers.MogrifierLSTMCell if kind.ours is layers.LSTMCell else kind.ours
         if isinstance(cell, ours):
             break
+    else:
+        raise errors.UsageError(f"Flax has no {type(cell).__name__}; it cannot go back")
     fields = dataclasses.fields(kind.ours)
     needed = {f.name: f.default for f in fields if f.name not in _FREE} | kind.options
     found = {name: getattr(cell, name) for name in needed}

@@ -30,6 +30,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "init_factor": (1e-9, 1e3),
     "cell_clip": (1e-9, 1e6),
     "forget_bias": (-1e3, 1e3),
+    "chrono_max": (2.0, 1e9),
     "zoneout": (0.0, 1.0),
 }
 
@@ -38,6 +39,18 @@ def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callab
     """lamb's initialiser of cells: deviation sqrt(1.3 factor / fan), cut at two deviations."""
     draw = nn.initializers.truncated_normal(math.sqrt(1.3 * factor / fan))
     return lambda key, shape, dtype: mean + draw(key, shape, dtype)
+
+
+def chrono(longest: float) -> Callable:
+    """Chrono initialisation (arXiv:1804.11188) of forget biases: ln u, u uniform in [1, T - 1).
+
+    A gate with such a bias forgets in the course of u steps, so memories last up to T = `longest`.
+    """
+
+    def draw(key, shape, dtype):
+        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, max(1.0, longest - 1.0)))
+
+    return draw
 
 
 class Cell(nn.RNNCellBase):
@@ -186,6 +199,7 @@ class MogrifierLSTMCell(Cell):
     layer_norm: bool = False
     cell_clip: float | None = None
     forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
+    chrono_max: float | None = None  # Draw that bias by `chrono` instead: the longest memory.
     gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
     zoneout: float = 0.0  # The probability that an element of c or h stays as it was, in training.
 
@@ -231,6 +245,9 @@ class MogrifierLSTMCell(Cell):
         """As the base class; also shifts the forget gate's bias, and knows the variants."""
         params = super().init_gates(key, input_size)
         bias = params.pop("bias").at[2].add(self.forget_bias)
+        if self.chrono_max is not None:
+            draw, of_forget = chrono(self.chrono_max), jax.random.fold_in(key, 3)
+            bias = bias.at[2].set(draw(of_forget, bias.shape[1:], bias.dtype))
         if self.layer_norm:
             ones = jnp.ones_like(bias)
             return {**params, "input_gain": ones, "recurrent_gain": ones, "shift": bias}
@@ -291,6 +308,61 @@ class MLSTMCell(MogrifierLSTMCell):
         return {"input": draw(keys[0], input_size), "recurrent": draw(keys[1], self.hidden_size)}
 
 
+class RewiredLSTMCell(Cell):
+    """Rewired LSTM (arXiv:2211.01848) whose x and h gate each other first; 0 rounds: without that.
+
+    The forget gate reads the proposed update i ⊙ j and h, and the output gate reads the new c.
+
+    >>> cell = RewiredLSTMCell(hidden_size=8, rounds=5, rank=3)
+    >>> init = jax.jit(nn.RNN(cell).init_with_output)
+    >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))
+    >>> variables["params"]["cell"]["forget"]["kernel"].shape
+    (16, 8)
+    """
+
+    rounds: int = 5
+    forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
+    chrono_max: float | None = None  # Draw that bias by `chrono` instead: the longest memory.
+
+    num_gates = 2  # The blocks are i and j; the other gates have matrices of their own.
+
+    @property
+    def cell(self) -> Callable:
+        """`cells.rewired_lstm` with the option of this cell."""
+        return functools.partial(cells.rewired_lstm, zigzag=self.zigzag)
+
+    def initialize_carry(
+        self, rng: jax.Array | None, input_shape: tuple[int, ...]
+    ) -> cells.LSTMCarry:
+        """The zero carry for inputs of this shape; `rng` is not used."""
+        h = super().initialize_carry(rng, input_shape).h
+        return cells.LSTMCarry(cells.widen(h), h)
+
+    @nn.compact
+    def weights(self, input_size: int) -> dict[str, Any]:
+        """Declares the parameters; returns them in the form `cells` reads."""
+        params = super().weights(input_size)
+        hidden = self.hidden_size
+        # The rows of the forget gate's matrix are those of i ⊙ j, then those of h.
+        forget = truncated_normal(hidden, self.init_factor, self.forget_bias)
+        if self.chrono_max is not None:
+            forget = chrono(self.chrono_max)
+        output = truncated_normal(hidden, self.init_factor)
+        params["forget"] = self.param("forget", self.init_gate, 2 * hidden, forget)
+        params["output"] = self.param("output", self.init_gate, hidden, output)
+        return params
+
+    def init_gate(self, key: jax.Array, size: int, draw_bias: Callable) -> dict[str, jax.Array]:
+        """Draws a gate that reads one or two states; the deviation is that for H inputs."""
+        of_kernel, of_bias = jax.random.split(key)
+        hidden, dtype = self.hidden_size, self.param_dtype
+        draw = truncated_normal(hidden, self.init_factor)
+        return {
+            "kernel": draw(of_kernel, (size, hidden), dtype),
+            "bias": draw_bias(of_bias, (hidden,), dtype),
+        }
+
+
 class MogrifierGRUCell(Cell):
     """GRU whose x and h gate each other first; with 0 rounds it is `nn.GRUCell`.
 
@@ -339,6 +411,7 @@ CELLS: dict[str, Callable[..., Cell]] = {
     "mogrifier_lstm": MogrifierLSTMCell,
     "mogrifier_no_zigzag": functools.partial(MogrifierLSTMCell, zigzag=False),
     "mlstm": MLSTMCell,
+    "rewired_lstm": RewiredLSTMCell,
     "mogrifier_gru": MogrifierGRUCell,
     "mogrifier_elman": MogrifierElmanCell,
 }

@@ -357,7 +357,7 @@ def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
     cell = layers.find_cell(model.cell)(1, **dict(model.cell_options))
     recurrent = _count_layer(cell, e, h) + (model.num_layers - 1) * _count_layer(cell, h, h)
     if getattr(model, "trainable_initial_state", False):
-        states = 2 if isinstance(cell, layers.MogrifierLSTMCell) else 1  # c and h, or h.
+        states = len(cell.initialize_carry(None, (1,)))  # c and h, or h.
         recurrent += model.num_layers * states * h
     components = getattr(model, "mixture_components", 0)
     if components:
@@ -387,6 +387,8 @@ def _count_layer(cell: Any, d: int, h: int) -> int:
         count += 2 * gates + 2 * h  # Gains of the x and h parts; gain and shift of c.
     if isinstance(cell, layers.MLSTMCell):
         count += d * h + h * h
+    if isinstance(cell, layers.RewiredLSTMCell):
+        count += (2 * h + 1) * h + (h + 1) * h  # The forget gate and the output gate.
     if isinstance(cell, layers.MogrifierGRUCell):
         count += h  # The candidate's recurrent part has a bias of its own.
     return count

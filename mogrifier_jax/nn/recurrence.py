@@ -211,15 +211,15 @@ class _TappedStep:
     def ends_of_maps(self, step_inputs: _StepInputs, outputs: Arrays) -> tuple[Arrays, Arrays]:
         """The u and y of all maps of a step; y is computed where it is not saved in `outputs`."""
         inputs, outputs = {}, dict(outputs)
+        includes_addend = self.setting.plan.project_inputs_in_step
 
         def recall(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
             inputs[name] = u.astype(self.maps.operand_dtype)
             if name not in outputs:
                 y = self.maps.apply(name, u, self.maps.maps)
-                if addend is not None and self.setting.plan.project_inputs_in_step:
-                    y = y + addend
-                outputs[name] = y
-            return outputs[name]
+                outputs[name] = y if addend is None or not includes_addend else y + addend
+            # Later maps of the step may read what this sum becomes.
+            return outputs[name] if addend is None or includes_addend else outputs[name] + addend
 
         self.run(recall, step_inputs)
         return inputs, outputs

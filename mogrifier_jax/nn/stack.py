@@ -94,7 +94,7 @@ class Stack(nn.Module):
                 mask = dropout.state_mask(rates.state, shape, self.make_rng("dropout"))
             return layer.window(carry, xs, **mask, valid=valid, train=self.has_rng("dropout"))
 
-        carry, total, _ = self.run_layers(run, carry, xs, rates.inter_layer)
+        carry, total, _ = self.run_layers(run, carry, xs, rates)
         return carry, total
 
     def gates(self, carry: Carries | None, xs: jax.Array) -> tuple[Carries, list[cells.Gates]]:
@@ -107,9 +107,9 @@ class Stack(nn.Module):
         run: Callable[..., tuple[Any, ...]],
         carry: Carries | None,
         xs: jax.Array,
-        rate: dropout.Rate | None = None,
+        rates: dropout.Dropout = dropout.NO_DROPOUT,
     ) -> tuple[Carries, jax.Array, list[Any]]:
-        """Calls `run(layer, carry, xs)` for each layer, with dropout of this rate between them.
+        """Calls `run(layer, carry, xs)` for each layer, with dropout of what it reads and returns.
 
         Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
         Without a carry it starts from the initial one.
@@ -123,9 +123,11 @@ class Stack(nn.Module):
         carries, others = [], []
         total = xs  # Of the layers before; the first one does not read it.
         for index, layer in enumerate(self.layers):
-            if index and rate is not None:
-                xs = dropout.drop(rate, xs, self.make_rng("dropout"))
+            if index and rates.inter_layer is not None:
+                xs = dropout.drop(rates.inter_layer, xs, self.make_rng("dropout"))
             last, hs, *other = run(layer, carry[index], xs)
+            if rates.cell_output is not None:
+                hs = dropout.drop(rates.cell_output, hs, self.make_rng("dropout"))
             carries.append(last)
             others.append(other)
             xs = total + hs if self.output == "residual" and index else hs

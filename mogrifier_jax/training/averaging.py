@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mogrifier_jax import errors
+
 
 class Averaging(NamedTuple):
     """One way of averaging; see the module's docstring for the order of calls."""
@@ -52,6 +54,24 @@ class TwoTailedState(NamedTuple):
 
     short: RunningMean
     long: RunningMean
+
+
+class Watch(NamedTuple):
+    """The lowest cross-entropy of a tail since it began, and how many evaluations ago that was."""
+
+    best: jax.Array
+    stale: jax.Array
+
+
+class WatchedTailsState(NamedTuple):
+    """Two tails that are given up when they stagnate, and the raw weights as an alternative."""
+
+    short: RunningMean
+    long: RunningMean
+    watch_short: Watch
+    watch_long: Watch
+    steps: jax.Array  # Since the last evaluation.
+    raw: jax.Array  # Whether the raw weights were better than both tails then.
 
 
 def _empty(params: optax.Params) -> RunningMean:
@@ -130,9 +150,77 @@ def _two_tailed() -> Averaging:
     )
 
 
+def _watched_tails(stagnating_evaluations: int) -> Averaging:
+    """Two-Tailed Averaging in the version that its author recommends for practice.
+
+    A tail stagnates if its cross-entropy has not improved for this many evaluations. The short tail
+    then begins again, and the long one is replaced by the short one. The raw weights are used if
+    they are better than the long tail. If they always were, both tails begin again.
+    """
+
+    def fresh():
+        return Watch(jnp.asarray(jnp.inf, jnp.float32), jnp.zeros([], jnp.int32))
+
+    def watch(before, xe):
+        improved = xe < before.best
+        return Watch(jnp.where(improved, xe, before.best), jnp.where(improved, 0, before.stale + 1))
+
+    def init(params):
+        zero, no = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
+        return WatchedTailsState(_empty(params), _empty(params), fresh(), fresh(), zero, no)
+
+    def update(state, params):
+        return state._replace(
+            short=_add(state.short, params), long=_add(state.long, params), steps=state.steps + 1
+        )
+
+    def after_evaluation(state, short_xe, long_xe, raw_xe):
+        short_xe, long_xe, raw_xe = (
+            jnp.asarray(xe, jnp.float32) for xe in (short_xe, long_xe, raw_xe)
+        )
+        empty = optax.tree.zeros_like(state.short)
+        of_short, of_long = watch(state.watch_short, short_xe), watch(state.watch_long, long_xe)
+        # A tail that stagnates is not the best of the run, so nothing that is best is lost.
+        switch = (short_xe <= long_xe) | (of_long.stale >= stagnating_evaluations)
+        restart = ~switch & (of_short.stale >= stagnating_evaluations)
+        long = _where(switch, state.short, state.long)
+        long_xe = jnp.where(switch, short_xe, long_xe)
+        of_long = _where(switch, Watch(short_xe, jnp.zeros([], jnp.int32)), of_long)
+        raw = (long.n > 1) & (raw_xe <= long_xe)
+        always = raw & (long.n == state.steps)
+        return WatchedTailsState(
+            short=_where(switch | restart | always, empty, state.short),
+            long=_where(always, empty, long),
+            watch_short=_where(switch | restart | always, fresh(), of_short),
+            watch_long=_where(always, fresh(), of_long),
+            steps=jnp.zeros_like(state.steps),
+            raw=raw,
+        )
+
+    return Averaging(
+        init=init,
+        update=update,
+        value=lambda state, params: _where(state.raw, params, _value(state.long, params)),
+        candidates=lambda state, params: (
+            _value(state.short, params),
+            _value(state.long, params),
+            params,
+        ),
+        is_on=lambda state: (state.short.n > 0) | (state.long.n > 0),
+        after_evaluation=after_evaluation,
+    )
+
+
 AVERAGES = {"none": _none, "triggered": _triggered, "two_tailed": _two_tailed}
 
 
-def make_averaging(kind: str = "triggered") -> Averaging:
-    """The functions of one of AVERAGES."""
-    return AVERAGES[kind]()
+def make_averaging(kind: str = "triggered", stagnating_evaluations: int | None = None) -> Averaging:
+    """The functions of one of AVERAGES; with a number, two tails are watched for stagnation."""
+    if stagnating_evaluations is None:
+        return AVERAGES[kind]()
+    if kind != "two_tailed":
+        raise errors.UsageError(
+            f"averaging.stagnating_evaluations {stagnating_evaluations} is for kind two_tailed, "
+            f"not for {kind}; leave it out, or set averaging.kind=two_tailed"
+        )
+    return _watched_tails(stagnating_evaluations)

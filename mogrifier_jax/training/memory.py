@@ -21,7 +21,8 @@ def check(run: runs.Run) -> None:
     outputs = run.model.num_layers * run.model.hidden_size * jnp.dtype(run.model.dtype).itemsize
     groups = 1 if run.program.accumulate_at_once else run.program.accumulate
     batch = jax.eval_shape(run.task.batch_at, run.task.stream, jnp.int32(0))
-    tokens = batch.targets.size // groups // jax.process_count()
+    samples = run.program.training_samples
+    tokens = samples * batch.targets.size // groups // jax.process_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, size, remedy in (
         ("the state of this run takes", sum(sizes), model),

@@ -6,6 +6,7 @@ are the same each time: a resumed run writes the file that the unbroken run woul
     {"step": 200, "kind": "train", "loss_nats": ..., "grad_norm": ..., "learning_rate": ...}
     {"step": 200, "kind": "eval", "turn": 1, "valid_nats": ..., "train_nats": ...,
      "temperature": ..., "averaged": false, "best": true}
+    {"step": 220, "kind": "restart", "restarts": 1, "best_step": 200, "learning_rate": ...}
 
 `step` counts optimiser steps already made; `loss_nats`, `valid_nats`, `train_nats` are nats per
 token; `averaged` tells that averaged weights were evaluated. Further keys may be added. JSON has
@@ -158,8 +159,9 @@ class MetricWriter:
             for record in evaluations
             if record["step"] not in known
         ]
-        # The sort is stable, and the evaluation of a step is behind its training.
-        lines = sorted(lines + made, key=lambda pair: (pair[1]["step"], pair[1]["kind"] == "eval"))
+        # The sort is stable. The evaluation of a step is behind its training.
+        ranks = {"train": 0, "eval": 1}
+        lines = sorted(lines + made, key=lambda p: (p[1]["step"], ranks.get(p[1]["kind"], 2)))
         logging.warning(
             "%s is not as it was when the checkpoint was saved%s: %d of its %d lines are good, and "
             "%d evaluations are restored from the checkpoint",

@@ -78,8 +78,14 @@ def _rmsprop(b2: float, eps: float, momentum: float, **_: float) -> optax.Gradie
     return optax.chain(optax.scale_by_rms(decay=b2, eps=eps), _sgd(momentum))
 
 
+def _radam(b1: float, b2: float, eps: float, **_: float) -> optax.GradientTransformation:
+    # Here eps is added to the square root of the bias-corrected second moment, unlike in our Adam.
+    return optax.scale_by_radam(b1, b2, eps)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": lambda b1, b2, eps, momentum: scale_by_adam_eps_hat(b1, b2, eps),
+    "radam": _radam,
     "sgd": _sgd,
     "rmsprop": _rmsprop,
 }
@@ -98,8 +104,8 @@ def make_optimizer(
 
     b2 is also the decay of rmsprop; momentum belongs to sgd and rmsprop.
     """
-    if name == "adam" and momentum:
-        raise errors.UsageError(f"optimizer.momentum {momentum} does nothing in adam: set b1")
+    if name in ("adam", "radam") and momentum:
+        raise errors.UsageError(f"optimizer.momentum {momentum} does nothing in {name}: set b1")
     direction = OPTIMIZERS[name](b1=b1, b2=b2, eps=eps, momentum=momentum)
     if clip_norm is None or clip_norm <= 0:
         return direction

@@ -5,11 +5,13 @@ are not finite, so what is saved is always good.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
@@ -78,7 +80,7 @@ class RunRecord:
                 "step": turn * self.run.rules.steps_per_turn,
                 "kind": "eval",
                 "turn": turn,
-                "valid_nats": nats,
+                "valid_nats": nats if math.isfinite(nats) else str(nats),
             }
             for turn, nats in enumerate(self.progress.history)
         ]
@@ -112,14 +114,21 @@ class RunRecord:
         return self.run.hyper._replace(learning_rate=rate)
 
     def write_steps(self, step: int, measured: Mapping[str, np.ndarray], seconds: float) -> float:
-        """Records the metrics [S] of the steps after `step`; returns the mean loss."""
+        """Records the metrics [S] of the steps after `step`; returns the mean loss.
+
+        It is NaN if one of the metrics is not finite and the run may go on from its best state.
+        """
         means = {name: float(values.mean(dtype=np.float64)) for name, values in measured.items()}
         loss, count = means.pop("loss_nats"), len(measured["loss_nats"])
         means["learning_rate"] = self.hyper.learning_rate
         self.writer.write(step + count, "train", loss_nats=loss, **means)
         finite = np.isfinite(list(measured.values())).all(0)
         if not finite.all():
-            raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
+            again = schedule.restart(self.progress, self.run.rules)
+            if again is None:
+                raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
+            self.progress = again
+            return math.nan
         speed = count * self.run.tokens_per_step / seconds
         self.writer.write_speed(step + count, tokens_per_second=speed)
         return loss
@@ -129,7 +138,7 @@ class RunRecord:
         self.progress, decision = schedule.decide(self.progress, self.run.rules, scores.valid_nats)
         turn, best = self.progress.turn, decision.improved
         self.writer.write(step, "eval", turn=turn, **scores._asdict(), averaged=averaged, best=best)
-        if not math.isfinite(scores.valid_nats):
+        if not math.isfinite(scores.valid_nats) and not decision.restart:
             raise self.diverged(f"the validation cross-entropy of turn {turn}")
         return decision
 
@@ -156,6 +165,29 @@ class RunRecord:
         best = self.saved.restore(self.run.abstract_state(), which="best")
         assert best is not None, "every run saves its first evaluation"
         return best
+
+    def restart(self, step: int) -> steps.TrainState:
+        """The best state, to go on with from this step; it is saved, so that a resume does so too.
+
+        The carry begins with zeros, because that of the best state belongs to another place in the
+        text.
+        """
+        self.saved.wait()
+        best = self.restore_best()
+        carry = jax.tree.map(jnp.zeros_like, best.state.carry)
+        state = dataclasses.replace(
+            best.state, step=jnp.full_like(best.state.step, step), carry=carry
+        )
+        rate = self.hyper.learning_rate
+        values = dict(restarts=self.progress.restarts, best_step=best.step, learning_rate=rate)
+        self.writer.write(step, "restart", **values)
+        logging.warning(
+            "diverged by step %d: going on from the weights of step %d at a learning rate of %g",
+            *(step, best.step, rate),
+        )
+        if step < self.end_of_turn:  # Otherwise the evaluation that follows saves it.
+            self.save(state, best=False, temperature=best.info["temperature"])
+        return state
 
     def write_results(
         self, best: checkpoints.Restored, nats: Mapping[str, float]

@@ -75,14 +75,17 @@ def make_run(
     learning_rate, l2_penalty = optimizer.pop("learning_rate"), optimizer.pop("l2_penalty")
     accumulation = {name: optimizer.pop(name) for name in list(optimizer) if "accumulate" in name}
     groups, at_once = accumulation["accumulate"], accumulation["accumulate_at_once"]
+    samples = optimizer.pop("training_samples")
     if at_once is None:
-        accumulation["accumulate_at_once"] = few_rows(mesh, config.data.batch_size)
+        accumulation["accumulate_at_once"] = few_rows(mesh, config.data.batch_size * samples)
     optimizer = optimizers.make_optimizer(**optimizer)
     rules = schedule.Rules(**config.schedule)
     if config.averaging.kind == "triggered":
         turns, latest = config.averaging.trigger_turns, config.averaging.trigger_at_the_latest
         rules = dataclasses.replace(rules, averaging_turns=turns, averaging_at_the_latest=latest)
-    average = averaging.make_averaging(config.averaging.kind)
+    average = averaging.make_averaging(
+        config.averaging.kind, config.averaging.stagnating_evaluations
+    )
     # A vocabulary of three shows what is wrong with the model before a corpus is read.
     trial = make_model(config, 3)
     jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
@@ -94,7 +97,9 @@ def make_run(
     dropout = make_dropout(model, tuned, **config.dropout)
     drop_state = config.data.drop_state_probability
     hyper = steps.Hyperparameters(learning_rate, l2_penalty, drop_state, dropout)
-    program = steps.Program(model, optimizer, average, task.batch_at, **accumulation)
+    program = steps.Program(
+        model, optimizer, average, task.batch_at, **accumulation, training_samples=samples
+    )
     return Run(config, mesh, task, model, program, hyper, rules)
 
 

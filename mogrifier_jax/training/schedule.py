@@ -28,6 +28,9 @@ class Rules:
     early_stopping_worst_xe_target: float | None = None
     averaging_turns: int | None = None
     averaging_at_the_latest: int | None = None
+    on_divergence: str = "stop"  # Or "restart": go on from the best state at a lower rate.
+    restart_multiplier: float = 0.9  # Of the learning rate, at each restart.
+    max_restarts: int = 10
 
     def __post_init__(self):
         drops = _is_on(self.drop_learning_rate_turns) or _is_on(
@@ -56,7 +59,8 @@ class Progress:
     averaging_on: bool = False
     last_drop_turn: int | None = None
     learning_rate_factor: float = 1.0
-    history: tuple[float, ...] = ()  # xe by turn.
+    history: tuple[float, ...] = ()  # xe by turn; inf where the weights had diverged.
+    restarts: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that survive JSON."""
@@ -82,11 +86,18 @@ class Decision(NamedTuple):
     stop: Stop | None
     start_averaging: bool
     drop_learning_rate: bool
+    restart: bool = False  # From the best state, since this one has diverged.
 
 
 def decide(progress: Progress, rules: Rules, xe: float) -> tuple[Progress, Decision]:
     """Records the evaluation of the next turn and makes all its decisions, in order."""
     turn, improved = len(progress.history), xe < progress.best_xe  # Never true of NaN.
+    again = restart(progress, rules) if not math.isfinite(xe) else None
+    if again:
+        # inf, because the other decisions compare the history, and NaN has no order.
+        progress = dataclasses.replace(again, turn=turn, history=(*again.history, math.inf))
+        stop = should_stop(progress, rules)
+        return progress, Decision(False, stop, False, False, restart=stop is None)
     progress = dataclasses.replace(progress, turn=turn, history=(*progress.history, float(xe)))
     if improved:
         progress = dataclasses.replace(progress, best_turn=turn, best_xe=float(xe))
@@ -103,6 +114,21 @@ def decide(progress: Progress, rules: Rules, xe: float) -> tuple[Progress, Decis
             progress, learning_rate_factor=factor, last_drop_turn=progress.turn
         )
     return progress, Decision(improved, None, start, drop)
+
+
+def restart(progress: Progress, rules: Rules) -> Progress | None:
+    """The progress with which a run that has diverged goes on from its best state, or None.
+
+    The step goes on too, so the run reads new text with new masks, at a lower learning rate. There
+    is no restart before the first evaluation, or after `max_restarts` of them.
+    """
+    allowed = rules.on_divergence == "restart" and progress.restarts < rules.max_restarts
+    if not allowed or not math.isfinite(progress.best_xe):
+        return None
+    factor = progress.learning_rate_factor * rules.restart_multiplier
+    return dataclasses.replace(
+        progress, restarts=progress.restarts + 1, learning_rate_factor=factor
+    )
 
 
 def should_stop(progress: Progress, rules: Rules) -> Stop | None:

@@ -1,12 +1,14 @@
 """TrainState and the pure functions that advance it: one step, and many in one dispatch.
 
-Axes: B stripes, T time, N groups of stripes whose gradients are accumulated, S steps.
+Axes: B stripes, D dropout samples of a stripe, T time, N groups of stripes whose gradients are
+accumulated, S steps.
 Numbers that are tuned are traced (`Hyperparameters`), and what decides shapes and structure is a
 keyword. `optimizers.py` has the update rules and `averaging.py` the averages of the weights.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +53,7 @@ class Program(NamedTuple):
     accumulate: int = 1  # Groups that a batch is worked off in.
     accumulate_reduce: str = "mean"  # "sum", as lamb: gradients are `accumulate` times larger.
     accumulate_at_once: bool = False  # Groups side by side: faster, with the memory of all.
+    training_samples: int = 1  # Dropout samples of each stripe, whose probabilities are averaged.
 
 
 def init_state(
@@ -67,7 +70,7 @@ def init_state(
         params=params,
         opt_state=program.optimizer.init(params),
         average=program.average.init(params),
-        carry=program.model.zero_carry(batch_size) if carries else (),
+        carry=program.model.zero_carry(batch_size * program.training_samples) if carries else (),
         key=root_key,
     )
 
@@ -79,13 +82,12 @@ def train_step(
     step_key = jax.random.fold_in(state.key, state.step)
     reset_key, dropout_key = jax.random.split(step_key)
     carry = reset_stripes(state.carry, reset_key, state.step, hyper.drop_state_probability)
+    carry = by_stripe(carry, program.training_samples)
     groups = program.accumulate
 
     def loss_fn(params, batch, carry, group):
         rngs = {"dropout": jax.random.fold_in(dropout_key, group)}
-        nats, carry = program.model.apply(
-            {"params": params}, batch, carry, hyper.dropout, rngs=rngs, method="batch_nats"
-        )
+        nats, carry = sampled_nats(program, params, batch, carry, hyper.dropout, rngs)
         # The objective is a sum over time, as in lamb: clipping and L2 are on that scale.
         return nats.sum(1).mean(), (carry, nats.sum())
 
@@ -111,6 +113,7 @@ def train_step(
         carry, nats = from_groups(carry), nats.sum()
         if program.accumulate_reduce == "mean":
             grads = jax.tree.map(lambda g: g / groups, grads)
+    carry = by_row(carry, program.training_samples)
     scale = groups if program.accumulate_reduce == "sum" else 1
     grads = optimizers.add_l2(grads, state.params, scale * hyper.l2_penalty)
     direction, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
@@ -128,6 +131,50 @@ def train_step(
         carry=carry,
     )
     return state, metrics
+
+
+def sampled_nats(
+    program: Program, params: Any, batch: Any, carry: Any, dropout: models.Dropout, rngs: Any
+) -> tuple[jax.Array, Any]:
+    """Nats [B, T] of the mean probability over D dropout samples; the carry is [B, D, ...].
+
+    Each stripe is in the batch D times, and each of its rows has masks and a carry of its own. For
+    one sample, batch and carry are what they are.
+    """
+    count = program.training_samples
+    if count > 1:
+        batch, carry = repeat_rows(batch, count), by_row(carry, count)
+    nats, carry = program.model.apply(
+        {"params": params}, batch, carry, dropout, rngs=rngs, method="batch_nats"
+    )
+    if count > 1:
+        nats = nats.reshape(-1, count, *nats.shape[1:])
+        nats = math.log(count) - jax.nn.logsumexp(-nats, axis=1)
+        carry = by_stripe(carry, count)
+    return nats, carry
+
+
+def repeat_rows(tree: Any, count: int) -> Any:
+    """[B, ...] to [B D, ...]: copies of a row are beside it, so that they are on its device."""
+
+    def repeat(a):
+        return jnp.broadcast_to(a[:, None], (a.shape[0], count, *a.shape[1:])).reshape(
+            -1, *a.shape[1:]
+        )
+
+    return jax.tree.map(repeat, tree)
+
+
+def by_stripe(carry: Any, samples: int) -> Any:
+    """[B D, ...] to [B, D, ...]; one sample has no axis of its own."""
+    if samples == 1:
+        return carry
+    return jax.tree.map(lambda a: a.reshape(-1, samples, *a.shape[1:]), carry)
+
+
+def by_row(carry: Any, samples: int) -> Any:
+    """The inverse of `by_stripe`."""
+    return carry if samples == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), carry)
 
 
 def train_steps(

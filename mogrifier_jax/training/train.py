@@ -10,6 +10,7 @@ in its workdir, and `schedule.py` makes the decisions between turns.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -105,11 +106,14 @@ def train_turns(
                 decision = record.decide(step, best, averaged=averaged)
                 if on_turn is None:
                     logging.info("%s", record.describe_turn(best, decision))
-                average = compiled.after_evaluation(state.average, *nats)
-                if decision.start_averaging:
-                    average = compiled.start_averaging(average)
-                state = dataclasses.replace(state, average=average)
-                record.save(state, best=decision.improved, temperature=best.temperature)
+                if decision.restart:
+                    state = record.restart(step)
+                else:
+                    average = compiled.after_evaluation(state.average, *nats)
+                    if decision.start_averaging:
+                        average = compiled.start_averaging(average)
+                    state = dataclasses.replace(state, average=average)
+                    record.save(state, best=decision.improved, temperature=best.temperature)
                 if on_turn and (ended := on_turn(record.progress.turn, record.progress.best_xe)):
                     break
                 continue
@@ -125,6 +129,8 @@ def train_turns(
             loss = record.write_steps(step, measured, time.perf_counter() - started)
             step += count
             bar.update(step, loss)
+            if math.isnan(loss):
+                state = record.restart(step)
     logging.info("stopping: %s", ended.message)
     return ended
 

@@ -37,7 +37,7 @@ from mogrifier_jax import configs, errors, files
 from mogrifier_jax.data import corpora
 
 # What the weights and their scores depend on; the rest of a config is about how they were found.
-_SEALED = ("model", "data", "dropout", "averaging.kind")
+_SEALED = ("model", "data", "dropout", "averaging.kind", "averaging.stagnating_evaluations")
 # What may differ when a run is resumed, as it does not move its numbers.
 FREE_KEYS = (
     *("mesh", "log_every", "data.source_dir", "data.data_dir"),

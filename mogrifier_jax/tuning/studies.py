@@ -1,7 +1,8 @@
 """Studies: which settings are tuned, and between what limits.
 
 The studies of the paper's Appendix A are part of the package
-(`evaluation/paper_results.json`). Other studies are JSON files of the same form:
+(`evaluation/paper_results.json`), and so are those of arXiv:2211.01848. Other studies are JSON
+files of the same form:
 
     {"optimizer.learning_rate": {"low": 1e-3, "high": 4e-3, "scale": "log"},
      "model.rounds": {"low": 0, "high": 6, "scale": "integer"}}
@@ -45,6 +46,8 @@ PAPER: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # What a storage keeps of a study, to compare it.
 ABOUT = {"study?": {"name": str, "ranges": dict, "fixed": dict}, "config?": dict}
+# Studies of arXiv:2211.01848: the ranges in paper_results.json that they begin with.
+CIRCLING_BACK = {"circling_back": "all_but_enwik8", "circling_back_enwik8": "enwik8"}
 DYNEVAL = ("window", "learning_rate", "decay_rate", "epsilon")
 
 
@@ -103,11 +106,21 @@ def load(name: str) -> Study:
         published = configs.paper_numbers()["tuning_ranges"][table]
         ranges = {k: v for k, v in published.items() if k not in fixed}
         return Study(name, parse_ranges(name, ranges), fixed)
+    if name in CIRCLING_BACK:
+        published = configs.paper_numbers()["tuning_ranges"][CIRCLING_BACK[name]]
+        ranges = parse_ranges(name, published)
+        # Embeddings are as wide as the hidden state, and outputs of layers are dropped out instead
+        # of what goes from one to the next.
+        ranges.pop("model.embedding_ratio", None)
+        ranges["dropout.cell_output"] = ranges.pop("dropout.inter_layer")
+        ranges["model.chrono_max"] = Range(math.exp(2), math.exp(5), "log")
+        return Study(name, ranges)
     if os.path.isfile(name):
         path = pathlib.Path(name)
         content = files.read_json(path, remedy="see the example in docs/tuning.md")
         return Study(path.stem, parse_ranges(name, content))
-    hint = _hint(name, PAPER, f"use {', '.join(PAPER)}")
+    known = [*PAPER, *CIRCLING_BACK]
+    hint = _hint(name, known, f"use {', '.join(known)}")
     raise errors.UsageError(f"study {name!r} is unknown: {hint} (or give a JSON file of ranges)")
 
 

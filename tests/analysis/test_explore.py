@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import pathlib
 import re
 import zlib
 
@@ -255,6 +256,22 @@ def test_a_page_holds_scores_predictions_and_gates(models):
     mogrifier, lstm = data["runs"]
     assert sorted(about["name"] for about in mogrifier["layers"][0]) == sorted(NAMES + ROUNDS)
     assert sorted(about["name"] for about in lstm["layers"][1]) == NAMES and lstm["rounds"] == 0
+
+
+@pytest.fixture(scope="module")
+def rewired(folders):
+    options = dict(num_layers=1, hidden_size=6, rank=2, rounds=2, cell="rewired_lstm")
+    return mogrifier_jax.load(workdir.write(folders / "rewired", TEXT, **options))
+
+
+@pytest.mark.slow
+def test_a_page_of_the_rewired_lstm_holds_its_gates(rewired):
+    (run,) = data_of(rewired.explore(SOME))["runs"]
+    assert run["name"] == "Mogrifier RLSTM" and run["cell"] == "rewired_lstm"
+    assert {about["name"] for about in run["layers"][0]} >= {*NAMES, "round2", "x_scale"}
+    # By this name the page knows that the flow is another one.
+    script = (pathlib.Path(explore.__file__).parent / "explore.js").read_text(encoding="utf-8")
+    assert 'run.cell === "rewired_lstm"' in script
 
 
 @pytest.mark.slow
@@ -535,6 +552,19 @@ def test_words_and_every_switch_work(show, browser, tmp_path):
     assert browser.run("return [state.token, state.unit]") == [2, unit]
     browser.press("s")
     assert text_of(browser, "#shades [aria-pressed=true]") == f"unit {unit}"
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_flow_of_the_rewired_lstm_is_shown(show, browser, rewired, models):
+    show(rewired.explore(SOME, models[0]), "#map=f")
+    script = "return [...document.querySelectorAll('.node')].map((node) => node.dataset.map)"
+    gates = [name for name in browser.run(script) if name in NAMES]
+    assert gates == ["i", "j", "f", "c", "o"]
+    assert "i ⊙ j" in text_of(browser, "#sentence")
+    assert "2211.01848" in text_of(browser, "#sentence")
+    show(models[0].explore(SOME), "#map=f")
+    assert "i ⊙ j" not in text_of(browser, "#sentence")
 
 
 @pytest.mark.slow

@@ -176,8 +176,9 @@ def test_twice_and_half_are_equally_strong():
 
 
 @pytest.mark.slow
-def test_models_without_rounds_have_gates_too():
-    model = models.make_model(VOCAB, cell="lstm", hidden_size=3, num_layers=1)
+@pytest.mark.parametrize("cell", ["lstm", "rewired_lstm"])
+def test_models_without_rounds_have_gates_too(cell):
+    model = models.make_model(VOCAB, cell=cell, rounds=0, hidden_size=3, num_layers=1)
     params = quick.jit(model.init)(jax.random.key(0), **model.example())["params"]
     split = corpora.EncodedSplit(np.array([1, 2, 0], np.uint8), np.array([0]))
     report = gating.GateAnalysis(model, tasks.plan_text(split, 0, 1, 4))(params)

@@ -297,7 +297,7 @@ def test_mistakes_are_named_before_any_run(file, trained, tmp_path, options, wor
 
 def test_a_file_without_sets_is_refused():
     with pytest.raises(errors.UsageError, match="has no sets to sweep over"):
-        sweeps.Sweep(str(ROOT / "experiments" / "wikitext2.py"))
+        sweeps.Sweep(str(ROOT / "experiments" / "mwc.py"))
     with pytest.raises(errors.UsageError, match="is not an experiment"):
         configs.load_config("none.py")
 

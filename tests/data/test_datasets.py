@@ -24,7 +24,7 @@ import tensorflow_datasets as tfds
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, datasets
-from mogrifier_jax.data.datasets import base, enwik8, mwc, ptb, sources
+from mogrifier_jax.data.datasets import base, enwik8, mwc, ptb, sources, text8
 
 TEXTS = {"ptb.train.txt": b" a b <unk>\n c\n", "ptb.valid.txt": b" a\n", "ptb.test.txt": b" b z\n"}
 REAL = os.environ.get("MOGRIFIER_DATA_DIR")
@@ -262,9 +262,9 @@ ALL_BUILDERS = """
 import dataclasses, functools, pathlib, sys
 import tensorflow_datasets as tfds
 from mogrifier_jax.data import datasets
-from mogrifier_jax.data.datasets import base, enwik8, text
+from mogrifier_jax.data.datasets import base, enwik8, text, text8
 files, out = map(pathlib.Path, sys.argv[1:])
-enwik8._VALID, enwik8._TEST = 10, 13
+enwik8._VALID, enwik8._TEST = text8._VALID, text8._TEST = 10, 13
 for name, cls in datasets.BUILDERS.items():
     options = {}
     if name == "text":
@@ -289,7 +289,7 @@ assert "tensorflow" not in sys.modules
 def test_every_builder_works_without_tensorflow(tmp_path):
     expected = []
     for name, cls in datasets.BUILDERS.items():
-        if name in ("text", "enwik8"):
+        if name in ("text", "enwik8", "text8"):
             continue
         source = mwc.make_source("fi") if name == "mwc" else cls.SOURCE
         for file, split in zip(source.files, base.SPLITS, strict=True):
@@ -298,8 +298,10 @@ def test_every_builder_works_without_tensorflow(tmp_path):
             expected.append(f"{name} {split} {name}-{split}")
     write(tmp_path / "files", {"enwik8": b"0123456789abcdef", "text.txt": b"x\n" * 20})
     expected += ["enwik8 train 0123456789", "enwik8 valid abc", "enwik8 test def"]
+    write(tmp_path / "files", {"text8": b"ab cdefghijklmno"})
+    expected += ["text8 train ab cdefghi", "text8 valid jkl", "text8 test mno"]
     out = finish(start_python(ALL_BUILDERS, tmp_path / "files", tmp_path / "out"))
-    lines = [line for line in out.splitlines() if line.strip("x")]
+    lines = [line for line in out.splitlines() if line.strip("x") and line]
     assert sorted(lines) == sorted([*expected, *(f"text {split} x" for split in base.SPLITS)])
     assert out.splitlines().count("x") == 17  # Of 18 + 1 + 1 lines.
 
@@ -527,3 +529,41 @@ def test_a_corpus_that_cannot_be_prepared_is_one_sentence(error, tmp_path, monke
     with pytest.raises(errors.UsageError, match=r"could not be prepared in .*; make room") as told:
         corpora.load_corpus("text", path=str(tmp_path / "text"), data_dir=str(tmp_path / "data"))
     assert "\n" not in str(told.value)
+
+
+@pytest.fixture
+def small_text8(monkeypatch):
+    """The builder of text8 for 200 bytes, 180 of them for training, in lines of 7."""
+    files = (sources.File("text8", 200),)
+    monkeypatch.setattr(
+        text8.Text8, "SOURCE", dataclasses.replace(text8.Text8.SOURCE, files=files, urls=())
+    )
+    for name, value in (("_VALID", 180), ("_TEST", 190), ("_LINE", 7)):
+        monkeypatch.setattr(text8, name, value)
+
+
+def test_text8_is_cut_into_splits_and_lines(small_text8, tmp_path):
+    content = bytes(b"abcdefghijklmnopqrstuvwxyz "[i % 27] for i in range(200))
+    write(tmp_path / "files", {"text8.zip": make_zip({"text8": content})})
+    corpus = corpora.load_corpus("text8", source_dir=tmp_path / "files")
+    assert len(corpus.vocabulary) == 29
+    assert [len(getattr(corpus, s).tokens) for s in base.SPLITS] == [180 + 26, 12, 12]
+    assert corpus.train.line_starts[:3].tolist() == [0, 8, 16]
+    assert len(corpus.valid.line_starts) == 2
+    read = "".join(corpus.vocabulary.decode(getattr(corpus, s).tokens) for s in base.SPLITS)
+    assert read.replace("\n", "").encode() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a" * 199, "text8 has 199 bytes, not 200"),
+        (b"a" * 150 + b"B" + b"a" * 49, "text8 has b'B' at byte 150, and must have only a to z"),
+        (b"a" * 199 + b"\n", r"text8 has b'\\n' at byte 199"),
+    ],
+)
+def test_an_unfit_text8_is_refused(small_text8, tmp_path, content, message):
+    write(tmp_path / "files", {"text8": content})
+    with pytest.raises(errors.UsageError, match=message):
+        corpora.load_corpus("text8", source_dir=tmp_path / "files")
+    assert not list((tmp_path / "cache").glob("text8/*"))

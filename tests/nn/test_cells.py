@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax.nn import cells, layers
+from mogrifier_jax.nn import cells, layers, rnn
 from tests import quick, reference
 
 T, B, D, H = 3, 2, 3, 4
@@ -97,6 +97,40 @@ def test_cell_and_gradients_equal_the_numpy_loops(variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("variant", [name for name in reference.VARIANTS if "rewired" in name])
+def test_the_rewired_lstm_over_a_sequence_equals_the_numpy_loops(variant, fast, masked):
+    """Values and gradients of both paths, with and without state dropout."""
+    module, params = make(variant)
+    xs, carry, keep, of_ys, of_end = problem(module)
+    keep = keep if masked else None
+    scale = jnp.asarray(1 / 0.7) if masked else None
+    layer = rnn.RNN(module, fast=fast)
+
+    @quick.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(tree):
+        variables = {"params": {"cell": tree[0]}}
+        end, ys = layer.apply(variables, *tree[1:], keep, scale, method="window")
+        return (ys * of_ys).sum() + sum((leaf * of_end).sum() for leaf in end), (end, ys)
+
+    mask = np.full((T, B, H), 0.7) if keep is None else keep  # The reference divides by 0.7.
+
+    def reference_loss(tree):
+        end, ys, _ = run_reference(variant, tree, mask)
+        return (ys * of_ys).sum() + sum((leaf * of_end).sum() for leaf in end)
+
+    (_, found), grads = jax.device_get(loss((params, carry, xs)))
+    tree = reference.to_numpy((params, carry, xs))
+    end, ys, _ = run_reference(variant, tree, mask)
+    assert_close(found, (end, [ys]), rtol=1e-11, atol=1e-13)
+    assert_close(grads, reference.gradients(reference_loss, tree), rtol=1e-6, atol=1e-8)
+    other = run_reference(variant, tree, 0.7 - mask)[1]
+    assert abs(other - ys).max() > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, change",
     [
@@ -105,6 +139,8 @@ def test_cell_and_gradients_equal_the_numpy_loops(variant):
         ("mogrifier", {"rounds": 4}),
         ("mogrifier low rank", {"rounds": 0}),
         ("lstm scaled", {"scaling": False}),
+        ("mogrifier rewired", {"rounds": 4}),
+        ("rewired scaled", {"scaling": False}),
         ("mogrifier gru", {"rounds": 3}),
         ("mogrifier elman", {"rounds": 2}),
     ],
@@ -130,6 +166,36 @@ def test_state_dropout_is_seen_by_the_gates_alone():
         np.testing.assert_allclose(end[0], carry[0], rtol=1e-12)
         kept = run(module, params, carry, xs, ~none)[1]
         assert (abs(ys[0] - kept[0]).max() > 1e-2) == (variant == "lstm")  # o reads h; u is one.
+
+
+def test_state_dropout_is_seen_by_the_output_gate_of_the_rewired_lstm():
+    """Where h is read by nothing, the mask changes o and h by way of c, and c stays as it is."""
+    module, params = make("rewired")
+    params["gates"]["recurrent"][:] = 0
+    params["forget"]["kernel"][H:] = 0
+    xs, carry, keep, _, _ = problem(module)
+    found = {}
+    for name, mask in {"all": np.ones_like(keep), "some": keep}.items():
+        _, _, steps = run(module, params, carry, xs[:1], mask[:1])
+        found[name] = steps[0]
+    np.testing.assert_array_equal(found["all"]["c"], found["some"]["c"])
+    z = (found["some"]["c"] * (keep[0] / 0.7)) @ params["output"]["kernel"]
+    expected = reference.sigmoid(np.asarray(z) + params["output"]["bias"])
+    np.testing.assert_allclose(found["some"]["o"], expected, rtol=1e-12)
+    assert abs(found["some"]["o"] - found["all"]["o"]).max() > 1e-2
+
+
+def test_masks_of_ones_and_no_mask_are_the_same_for_the_rewired_lstm():
+    module, params = make("mogrifier rewired")
+    xs, carry, keep, _, _ = problem(module)
+    weights = module.apply({"params": params}, D, method="weights")
+    without, _ = module.cell(weights, carry, jnp.asarray(xs[0]))
+    expected, _ = reference.step(*reference.VARIANTS["mogrifier rewired"], params, carry, xs[0])
+    np.testing.assert_allclose(without.h, expected[1], rtol=1e-11)
+    ones, _ = module.cell(weights, carry, jnp.asarray(xs[0]), keep[0] | True, jnp.asarray(1.0))
+    np.testing.assert_array_equal(ones.h, without.h)
+    some, _ = module.cell(weights, carry, jnp.asarray(xs[0]), keep[0], jnp.asarray(1.0))
+    assert abs(some.h - without.h).max() > 1e-3
 
 
 def test_gru_without_rounds_is_the_gru_of_flax():
@@ -206,11 +272,11 @@ def test_mogrifier_alone_does_what_the_cell_does(variant):
 
 def test_capped_gate_keeps_c_within_one():
     largest = {}
-    for variant in ("lstm", "lstm uncapped"):
+    for variant in ("lstm", "rewired", "lstm uncapped"):
         module, params = make(variant)
         params = jax.tree.map(lambda leaf: 5 * leaf, params)
         xs = np.random.default_rng(2).standard_normal((50, B, D))
         zero = module.initialize_carry(jax.random.key(0), (B, D))
         _, _, gates = run(module, params, zero, xs, np.ones((50, B, H), bool))
         largest[variant] = max(abs(step["c"]).max() for step in gates)
-    assert largest["lstm"] <= 1 < largest["lstm uncapped"]
+    assert max(largest["lstm"], largest["rewired"]) <= 1 < largest["lstm uncapped"]

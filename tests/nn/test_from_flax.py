@@ -121,6 +121,7 @@ def test_parameters_of_something_else_are_refused():
     [
         ("LSTMCell", {}, r"no LSTMCell with cap_input_gate=True; only cells with rounds=0"),
         ("MogrifierGRUCell", {"rounds": 2}, r"no MogrifierGRUCell with rounds=2; only cells with"),
+        ("RewiredLSTMCell", {"rounds": 0}, r"Flax has no RewiredLSTMCell; it cannot go back"),
         ("MLSTMCell", {"cap_input_gate": False}, r"Flax has no MLSTMCell; only cells"),
         ("LSTMCell", {"cell_clip": 1.0}, r"with cap_input_gate=True, cell_clip=1.0; only cells"),
         (

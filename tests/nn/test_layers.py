@@ -76,6 +76,33 @@ def test_cells_start_with_a_fan_for_each_block():
         assert_drawn(params["gates"]["bias"][2], scale / np.sqrt(TALL), 0.0)
 
 
+@pytest.mark.slow
+def test_gates_of_the_rewired_lstm_have_the_fan_of_a_state():
+    params = initial(layers.RewiredLSTMCell(TALL, rounds=0))
+    scale = np.sqrt(1.3) * DEVIATION_OF_TRUNCATED / np.sqrt(TALL)
+    for name, mean in (("forget", 1.0), ("output", 0.0)):
+        assert_drawn(params[name]["kernel"], scale)
+        assert_drawn(params[name]["bias"], scale, mean)
+
+
+@pytest.mark.parametrize("kind", [layers.LSTMCell, layers.RewiredLSTMCell])
+def test_chrono_draws_the_logarithm_of_a_uniform_time(kind):
+    def forget_biases(**options):
+        params = initial(kind(TALL, rounds=0, **options), D)
+        bias = params["forget"]["bias"] if "forget" in params else params["gates"]["bias"][2]
+        others = [params["output"]["bias"]] if "forget" in params else params["gates"]["bias"][:2]
+        return np.asarray(bias, np.float64), np.concatenate([np.ravel(b) for b in others])
+
+    bias, others = forget_biases(chrono_max=50.0)
+    times = np.exp(bias)
+    assert times.min() >= 1 and 0.9 * 49 < times.max() <= 49 * (1 + 1e-6)
+    error = 4 * 48 / np.sqrt(12 * len(times))  # Four deviations of the mean of a uniform.
+    assert abs(times.mean() - 25) < error
+    plain, same = forget_biases()
+    np.testing.assert_array_equal(others, same)
+    assert abs(np.exp(plain).mean() - 25) > error
+
+
 def test_factors_start_so_that_their_product_has_three_fifths_of_the_variance():
     params = initial(layers.MogrifierLSTMCell(TALL, rounds=1, rank=RANK))["round_1"]
     each = DEVIATION_OF_TRUNCATED * (TALL * RANK) ** -0.25
@@ -119,6 +146,7 @@ def test_formula_counts_every_cell_and_switch(variant):
     [
         (lambda: layers.MogrifierLSTMCell(H, rounds=-1), "rounds -1 must be .* from 0 to 100"),
         (lambda: layers.MogrifierGRUCell(H, rounds=-2), "rounds -2 must be .* from 0 to 100"),
+        (lambda: layers.RewiredLSTMCell(H, chrono_max=1.5), "chrono_max 1.5 must be .* from 2.0"),
         (lambda: layers.LSTMCell(0), "hidden_size 0 must be a whole number from 1"),
         (lambda: layers.LSTMCell(H, cell_clip=0.0), "cell_clip 0.0 must be a number from"),
         (

@@ -104,7 +104,9 @@ def test_lamb_reference(case, fast):
 
 # Dropout and everything else against the NumPy loops.
 
-RATES = models.Dropout(input=0.1, inter_layer=0.2, state=0.3, output=0.4, downprojected=0.5)
+RATES = models.Dropout(
+    input=0.1, inter_layer=0.2, state=0.3, output=0.4, downprojected=0.5, cell_output=0.15
+)
 
 
 @pytest.fixture
@@ -153,6 +155,7 @@ def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, fl
         "inter_layer": [(T, B, H)] * (model.num_layers - 1),
         "state": [state] * model.num_layers,
         "output": [(T, B, H)],
+        "cell_output": [(T, B, H)] * model.num_layers,
     }
     if name != "square":
         components = (3,) if name == "mixture" else ()
@@ -192,6 +195,22 @@ def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, fl
         expected = reference.slope(reference_loss, tree, way, 1e-6)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         assert abs(expected) > 1e-3
+
+
+def test_residual_layers_equal_the_sum_of_two_layers_also_with_cell_output_dropout():
+    """Three layers differ: there the sums that the layers read are not those of "sum"."""
+    rates = models.Dropout(cell_output=0.4)
+    inputs, targets = batch()
+    for layers, same in ((2, True), (3, False)):
+        found = []
+        for output in ("sum", "residual"):
+            sizes = dict(num_layers=layers, output=output, cell="lstm", cell_options={})
+            model = models.LanguageModel(V, H, H, **sizes)
+            shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
+            params = jax.tree.map(np.float32, fill(shapes))
+            rngs = {"dropout": jax.random.key(1)}
+            found.append(nats(model, params, inputs, targets, rates=rates, rngs=rngs)[0])
+        assert np.array_equal(*found) == same
 
 
 def test_dropped_share_and_scale_follow_the_rate():

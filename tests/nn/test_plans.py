@@ -178,26 +178,35 @@ def test_a_process_without_accelerators_traces_one_plan():
 
 def gradient(cell=LSTM):
     """The gradient of a layer, and its arguments."""
-    xs = np.random.default_rng(0).standard_normal((T, B, D)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    xs = rng.standard_normal((T, B, D)).astype(np.float32)
     layer = rnn.RNN(cell, time_major=True)
-    variables = layer.init(jax.random.key(0), xs)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), xs)
+    variables = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), shapes)
     return jax.grad(lambda v, xs: jnp.sin(layer.apply(v, xs)).sum(), (0, 1)), (variables, xs)
 
 
+def test_an_unknown_platform_is_chosen_when_the_program_is_lowered(several_backends):
+    function, arguments = gradient()
+    program = jax.jit(function).trace(*arguments)
+    assert "platform_index" in str(program.jaxpr)
+    texts = {name: program.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "tpu")}
+    assert "bf16" in texts["tpu"] and "bf16" not in texts["cpu"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [LSTM, MOGRIFIER])
-def test_an_unknown_platform_is_chosen_when_the_program_is_lowered(cell, request):
-    """On a host of a TPU, arrays on the CPU are computed as on a CPU, in float32."""
+def test_arrays_on_the_cpu_of_a_host_with_a_tpu_are_computed_as_on_a_cpu(cell, request):
     function, arguments = gradient(cell)
     alone = quick.jit(function)(*arguments)
     assert "platform_index" not in str(jax.make_jaxpr(function)(*arguments))
     request.getfixturevalue("several_backends")
     function, _ = gradient(cell)
-    program = jax.jit(function).trace(*arguments)
-    assert "platform_index" in str(program.jaxpr)
-    texts = {name: program.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "tpu")}
-    assert "bf16" in texts["tpu"] and "bf16" not in texts["cpu"]
+    assert "platform_index" in str(jax.make_jaxpr(function)(*arguments))
     for a, b in zip(*map(jax.tree.leaves, (quick.jit(function)(*arguments), alone)), strict=True):
         np.testing.assert_array_equal(a, b)
+    on_tpu = quick.jit(quick.on_platform("tpu", function))(*arguments)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (on_tpu, alone)), strict=True))
 
 
 def test_the_program_of_a_mesh_has_one_plan(several_backends):

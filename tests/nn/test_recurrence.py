@@ -101,6 +101,7 @@ def test_fast_path_equals_plain_path(variant):
         ("mogrifier gru", {"remat_window": 2}),
         ("mogrifier gru", {"remat_window": 4}),
         ("mlstm", {"remat_window": 5}),
+        ("rewired", {"remat_window": 4, "unroll": 2}),
     ],
 )
 def test_chunks_and_unrolling_change_nothing(variant, options):
@@ -110,7 +111,7 @@ def test_chunks_and_unrolling_change_nothing(variant, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["mlstm", "mogrifier"])
+@pytest.mark.parametrize("variant", ["mlstm", "mogrifier", "rewired"])
 def test_one_mask_for_the_window_is_the_same_mask_at_each_step(variant):
     tree, keep, valid = problem(make_cell(variant))
     repeated = np.broadcast_to(keep[0], keep.shape)
@@ -135,7 +136,10 @@ def test_two_windows_equal_one_long_window():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, fast",
-    [(name, True) for name in ("lstm", "mogrifier all", "mlstm", "mogrifier gru")]
+    [
+        (name, True)
+        for name in ("lstm", "mogrifier all", "mlstm", "mogrifier gru", "mogrifier rewired")
+    ]
     + [("mogrifier all", False)],
 )
 def test_bfloat16_is_close_and_keeps_c_and_gradients_in_float32(variant, fast, strict_dtypes):
@@ -211,7 +215,7 @@ def test_backward_scan_accumulates_no_weight_gradients(variant):
         assert state in fast and not matrices & fast
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("platform", quick.mostly_slow(PLATFORMS, "tpu"))
 def test_remat_keeps_less(platform):
     cell = make_cell("mogrifier low rank", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11, steps=64, batch=2)
@@ -320,13 +324,20 @@ def solve_by(plan, monkeypatch, variant, tree, keep, valid, dtype=jnp.float64):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("variant", ["lstm", "mogrifier low rank", "mogrifier gru", "mlstm"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("lstm", "mogrifier low rank", "mogrifier gru", "mlstm"),
+        *("rewired", "mogrifier rewired low rank"),
+    ],
+)
 def test_every_plan_gives_the_same_numbers(variant, name, monkeypatch):
     tree, keep, valid = problem(make_cell(variant))
     found = solve_by(PLANS[name], monkeypatch, variant, tree, keep, valid)
     assert_equal(found, solve(variant, tree, keep, valid))
 
 
+@pytest.mark.slow
 def test_every_field_of_a_plan_changes_the_program(monkeypatch):
     """So none of them is forgotten; the values are those that some platform is given."""
     cell = make_cell("mogrifier low rank", hidden_size=13)

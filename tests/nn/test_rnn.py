@@ -20,6 +20,7 @@ OURS = {
     "lstm": functools.partial(layers.LSTMCell, H),
     "mogrifier_lstm": functools.partial(layers.MogrifierLSTMCell, H, rounds=3, rank=2),
     "mlstm": functools.partial(layers.MLSTMCell, H),
+    "rewired": functools.partial(layers.RewiredLSTMCell, H, rounds=0),
     "gru": functools.partial(layers.MogrifierGRUCell, H, rounds=2),
     "elman": functools.partial(layers.MogrifierElmanCell, H, rounds=2),
 }

@@ -86,6 +86,8 @@ D, H = 3, 5
 ROUNDS_OF_3 = [(H, D), (D,), (D, H), (H,), (H, D), (D,)]
 RANK_2_ROUNDS_OF_3 = [(H, 2), (2, D), (D,), (D, 2), (2, H), (H,), (H, 2), (2, D), (D,)]
 LSTM = [(D + H, 4 * H), (4 * H,)]
+# i and j of [x, h], f of [i * j, h], o of c.
+REWIRED = [(D + H, 2 * H), (2 * H,), (2 * H, H), (H,), (H, H), (H,)]
 LAYERS = [
     ("lstm", {}, LSTM),
     ("lstm", {"rounds": 3}, [*ROUNDS_OF_3, *LSTM]),
@@ -104,6 +106,8 @@ LAYERS = [
     ),
     ("mogrifier_no_zigzag", {"rounds": 3, "rank": 2}, [*RANK_2_ROUNDS_OF_3, *LSTM]),
     ("mlstm", {}, [(D, H), (H, H), *LSTM]),
+    ("rewired_lstm", {}, REWIRED),
+    ("rewired_lstm", {"rounds": 3, "rank": 2}, [*RANK_2_ROUNDS_OF_3, *REWIRED]),
     ("mogrifier_gru", {"rounds": 3}, [*ROUNDS_OF_3, (D + H, 3 * H), (3 * H,), (H,)]),
     ("mogrifier_elman", {"rounds": 3}, [*ROUNDS_OF_3, (D + H, H), (H,)]),
 ]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mogrifier_jax import errors
 from mogrifier_jax.training import averaging
 
 KINDS = ["none", "triggered", "two_tailed"]
@@ -92,6 +93,94 @@ def test_two_tailed_does_not_switch_to_nan():
     assert_mean_of(average.value(state, t[1]), t[:2])
 
 
+class WatchedTails:
+    """The algorithm as a person writes it, with the iterates of both tails as lists."""
+
+    def __init__(self, patience):
+        self.patience, self.short, self.long = patience, [], []
+        self.short_history, self.long_history = [], []
+        self.steps, self.used = 0, "long"
+
+    def step(self, params):
+        self.short, self.long = [*self.short, params], [*self.long, params]
+        self.steps += 1
+
+    def stagnates(self, history):
+        best = int(np.argmin(history))  # The first, so equal values are no improvement.
+        return len(history) - 1 - best >= self.patience
+
+    def evaluate(self, fs, fl, f1):
+        self.short_history.append(fs)
+        self.long_history.append(fl)
+        if fs <= fl or self.stagnates(self.long_history):
+            fl, self.long, self.short = fs, self.short, []
+            self.long_history, self.short_history = [fs], []
+        elif self.stagnates(self.short_history):
+            self.short, self.short_history = [], []
+        self.used = "long"
+        if len(self.long) > 1 and f1 <= fl:
+            self.used = "raw"
+            if len(self.long) == self.steps:
+                self.short, self.long = [], []
+                self.short_history, self.long_history = [], []
+        self.steps = 0
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_watched_tails_equal_the_algorithm_with_lists(patience):
+    average = averaging.make_averaging("two_tailed", patience)
+    update, after = jax.jit(average.update), jax.jit(average.after_evaluation)
+    trajectory, rng, seen = weights(120), np.random.default_rng(patience), set()
+    state, expected = average.init(trajectory[0]), WatchedTails(patience)
+    for turn in range(40):
+        for params in trajectory[3 * turn : 3 * turn + 3]:
+            state = update(state, params)
+            expected.step(params)
+        short, long, raw = average.candidates(state, params)
+        assert_mean_of(short, expected.short)
+        assert_mean_of(long, expected.long)
+        assert raw is params
+        xes = rng.integers(0, 12, 3) / 4 + [1.0, 0.0, 1.0]  # Some are equal.
+        lengths = len(expected.short), len(expected.long)
+        state = after(state, *xes.astype(np.float32))
+        expected.evaluate(*np.float32(xes))
+        assert (int(state.short.n), int(state.long.n)) == (len(expected.short), len(expected.long))
+        assert bool(state.raw) == (expected.used == "raw")
+        used = [params] if expected.used == "raw" or not expected.long else expected.long
+        assert_mean_of(average.value(state, params), used)
+        if not expected.long:
+            seen.add("both begin again")
+        elif len(expected.long) != lengths[1]:
+            seen.add("switch" if xes[0] <= xes[1] else "the long tail stagnates")
+        elif not expected.short:
+            seen.add("the short tail stagnates")
+        seen.add(expected.used)
+    assert seen >= {"switch", "the long tail stagnates", "the short tail stagnates"}
+    assert seen >= {"both begin again", "raw", "long"}
+    assert update._cache_size() == after._cache_size() == 1
+
+
+def test_without_stagnation_and_with_worse_raw_weights_watched_tails_are_the_two_tails():
+    t, states = weights(12), []
+    for patience in (None, 100):
+        average = averaging.make_averaging("two_tailed", patience)
+        state = average.init(t[0])
+        for turn, (short, long) in enumerate([(2.0, 2.0), (2.1, 1.9), (1.7, 1.8), (1.9, 1.6)]):
+            for params in t[3 * turn : 3 * turn + 3]:
+                state = average.update(state, params)
+            state = average.after_evaluation(state, short, long, *[9.0] * (patience is not None))
+        states.append(state)
+    for tail in ("short", "long"):
+        one, other = (getattr(state, tail) for state in states)
+        assert one.n == other.n
+        np.testing.assert_array_equal(one.mean["w"], other.mean["w"])
+
+
+def test_stagnation_belongs_to_two_tails():
+    with pytest.raises(errors.UsageError, match=r"stagnating_evaluations 3 is for .* two_tailed"):
+        averaging.make_averaging("triggered", 3)
+
+
 @pytest.mark.parametrize("kind, copies", [("none", 0), ("triggered", 1), ("two_tailed", 2)])
 def test_memory(kind, copies):
     params = weights(1)[0]
@@ -109,10 +198,11 @@ def turn(average, state, params, start, xe):
     return average.update(state, params)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "watched"])
 def test_stacked_states_equal_single_ones(kind):
     """Trials with different decisions run side by side under one vmap."""
-    average = averaging.make_averaging(kind)
+    arguments = ("two_tailed", 1) if kind == "watched" else (kind,)
+    average = averaging.make_averaging(*arguments)
     starts, xes = jnp.array([True, False, True]), jnp.array([1.0, 2.0, -1.0])
     trajectories = [weights(5)[i : i + 3] for i in range(3)]
     stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)  # noqa: E731

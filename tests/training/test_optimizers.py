@@ -79,6 +79,38 @@ def test_adam_equals_the_formula(b1, clip):
     assert difference(other, expected) > 1e-5
 
 
+def reference_radam(params, gradients, *, b1, b2, eps, learning_rate):
+    """arXiv:1908.03265 in float64: the rectified step once the variance is tractable."""
+    m = {k: np.zeros(s) for k, s in SHAPES.items()}
+    v = {k: np.zeros(s) for k, s in SHAPES.items()}
+    most = 2 / (1 - b2) - 1
+    for t, gradient in enumerate(gradients, start=1):
+        length = most - 2 * t * b2**t / (1 - b2**t)
+        for k in SHAPES:
+            m[k] = b1 * m[k] + (1 - b1) * gradient[k]
+            v[k] = b2 * v[k] + (1 - b2) * gradient[k] ** 2
+            step = m[k] / (1 - b1**t)
+            if length > 5:
+                top, bottom = (length - 4) * (length - 2) * most, (most - 4) * (most - 2) * length
+                step = np.sqrt(top / bottom) * step / (np.sqrt(v[k] / (1 - b2**t)) + eps)
+            params = {**params, k: params[k] - learning_rate * step}
+    return params
+
+
+@pytest.mark.parametrize("b1", [0.0, 0.9])
+def test_radam_equals_the_formula(b1):
+    params, *gradients = trees(20)
+    settings = dict(b1=b1, b2=0.9, eps=1e-3)
+    optimizer = optimizers.make_optimizer("radam", **settings, clip_norm=None)
+    got = run(optimizer, params, gradients, 0.01)
+    expected = reference_radam(params, gradients, **settings, learning_rate=0.01)
+    assert difference(got, expected) < 1e-6
+    adam = run(
+        optimizers.make_optimizer("adam", **settings, clip_norm=None), params, gradients, 0.01
+    )
+    assert difference(adam, expected) > 1e-3
+
+
 def test_first_step_of_adam_is_exact_in_float32():
     """Bias correction at b2 = 0.999 loses digits when 1 - b2^t is formed by subtraction."""
     params, gradient = as_float32(trees(2))

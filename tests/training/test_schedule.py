@@ -152,3 +152,66 @@ def test_progress_survives_json_in_the_middle_of_a_run():
 def test_impossible_rules_are_refused(rules, message):
     with pytest.raises(errors.UsageError, match=message):
         schedule.Rules(**{"turns": 1, "steps_per_turn": 1, **rules})
+
+
+RESTARTING = schedule.Rules(turns=6, steps_per_turn=1, on_divergence="restart", max_restarts=2)
+
+
+def follow(rules, xes):
+    """The decisions and the last progress of a run with these evaluations."""
+    progress, decisions = schedule.Progress(), []
+    for xe in xes:
+        progress, decision = schedule.decide(progress, rules, xe)
+        decisions.append(decision)
+    return progress, decisions
+
+
+def test_a_run_that_diverges_goes_on_at_a_lower_rate_a_few_times():
+    progress, decisions = follow(RESTARTING, [5.0, 4.0, math.nan, 3.0, math.inf])
+    assert [decision.restart for decision in decisions] == [False, False, True, False, True]
+    assert not any(decision.stop for decision in decisions)
+    assert progress.history == (5.0, 4.0, math.inf, 3.0, math.inf)
+    assert (progress.best_turn, progress.best_xe, progress.restarts) == (3, 3.0, 2)
+    assert progress.learning_rate_factor == pytest.approx(0.81)
+    # No third time.
+    progress, decision = schedule.decide(progress, RESTARTING, math.nan)
+    assert decision.stop.kind == "nan" and not decision.restart and progress.restarts == 2
+
+
+def test_within_a_turn_a_restart_changes_the_rate_and_nothing_else():
+    before, _ = follow(RESTARTING, [5.0, 4.0])
+    after = schedule.restart(before, RESTARTING)
+    changes = dict(restarts=1, learning_rate_factor=0.9)
+    assert after == dataclasses.replace(before, **changes)
+    assert schedule.Progress.from_dict(json.loads(json.dumps(after.to_dict()))) == after
+
+
+@pytest.mark.parametrize(
+    "rules, xes",
+    [
+        (schedule.Rules(6, 1), [5.0]),  # "stop".
+        (RESTARTING, []),  # There is nothing to go back to.
+        (dataclasses.replace(RESTARTING, max_restarts=0), [5.0]),
+    ],
+)
+def test_there_is_no_restart(rules, xes):
+    progress, _ = follow(rules, xes)
+    assert schedule.restart(progress, rules) is None
+    assert schedule.decide(progress, rules, math.nan)[1].stop.kind == "nan"
+
+
+def test_a_restart_at_the_last_turn_ends_the_run():
+    _, decisions = follow(RESTARTING, [5.0, 4.0, 4.0, 4.0, 4.0, 4.0, math.nan])
+    assert decisions[-1].stop.kind == "turns" and not decisions[-1].restart
+
+
+def test_patience_counts_diverged_turns():
+    rules = dataclasses.replace(RESTARTING, early_stopping_turns=1)
+    _, decisions = follow(rules, [5.0, math.nan, math.nan])
+    assert decisions[-1].stop.kind == "patience"
+
+
+def test_progress_of_earlier_versions_has_no_restarts():
+    old = schedule.Progress(history=(3.0,)).to_dict()
+    del old["restarts"]
+    assert schedule.Progress.from_dict(old).restarts == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax.data import streams
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import dropout, models
 from mogrifier_jax.training import averaging, optimizers, steps
 from tests import golden, quick
 
@@ -225,3 +225,128 @@ def test_weights_depend_on_the_seed_alone(small):
     assert_close(other.params, small.state.params)
     changed = small.init(jax.random.key(1), batch_size=4)
     assert float(jnp.abs(changed.params["embedding"] - other.params["embedding"]).max()) > 0.1
+
+
+# Several dropout samples.
+
+B, STEPS = 4, 5
+
+
+class Samples:
+    """A step of plain SGD with D samples of each of four stripes."""
+
+    def __init__(self, samples, **options):
+        model = models.make_model(
+            11, hidden_size=8, num_layers=2, cell="rewired_lstm", rounds=1, rank=2
+        )
+        self.program = make_program(
+            model,
+            optimizers.make_optimizer("sgd", clip_norm=None),
+            training_samples=samples,
+            **options,
+        )
+        init = functools.partial(steps.init_state, program=self.program, batch_size=B)
+        self.state = quick.jit(init)(jax.random.key(0))
+        tokens = jax.random.randint(jax.random.key(1), (B, STEPS + 1), 0, 11)
+        lengths = jnp.array([5, 3, 5, 4])
+        self.batch = streams.Window(tokens[:, :-1], tokens[:, 1:], lengths)
+
+    def __call__(self, carry=None, dropout=models.Dropout(0.2, 0.1, 0.3, 0.4)):
+        """Loss, gradients and the carry after the step."""
+        state = self.state if carry is None else self.state.replace(carry=carry)
+        hyper = steps.Hyperparameters(1.0, 0.0, dropout=dropout)
+        after, metrics = jit_step(self.program)(state, self.batch, hyper)
+        grads = jax.tree.map(jnp.subtract, state.params, after.params)
+        return metrics["loss_nats"], grads, after.carry
+
+
+def some_carry(like, rows):
+    """Another carry for each of the rows, each repeated to fill the carry."""
+
+    def fill(a):
+        drawn = np.random.default_rng(a.shape[-1]).standard_normal((rows, a.shape[-1]))
+        return jnp.asarray(np.repeat(drawn, len(a) // rows, 0), a.dtype)
+
+    return jax.tree.map(fill, like)
+
+
+@pytest.fixture
+def same_masks(monkeypatch):
+    """All samples of a stripe get the masks that the stripe has if there is one sample.
+
+    The list has the shapes of the masks. When it is cleared, the same masks are drawn again.
+    """
+    shapes = []
+
+    def keep_mask(rate, shape, key):
+        del key
+        shapes.append(shape)
+        axis = next(i for i, size in enumerate(shape) if size in (B, 3 * B))
+        rng = np.random.default_rng(len(shapes))
+        mask = rng.random((*shape[:axis], B, *shape[axis + 1 :])) >= rate
+        return jnp.asarray(np.repeat(mask, shape[axis] // B, axis))
+
+    monkeypatch.setattr(dropout, "keep_mask", keep_mask)
+    return shapes
+
+
+@pytest.mark.slow
+def test_equal_samples_are_one_sample(same_masks):
+    found = {}
+    for samples in (1, 3):
+        same_masks.clear()
+        step = Samples(samples)
+        found[samples] = step(some_carry(step.state.carry, B))
+    (loss, grads, carry), (loss_3, grads_3, carry_3) = found[1], found[3]
+    np.testing.assert_allclose(loss_3, loss, rtol=1e-6)
+    assert_close(grads_3, grads, rtol=1e-4, atol=1e-6)
+    assert_close(carry_3, steps.repeat_rows(carry, 3), rtol=1e-5, atol=1e-6)
+    assert len(same_masks) == 5 and {3 * B} <= set(same_masks[0])
+    other = step(some_carry(step.state.carry, B))[0]  # These masks are others.
+    assert abs(other - loss) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_objective_is_the_mean_of_probabilities():
+    step = Samples(3)
+    carry = some_carry(step.state.carry, 3 * B)
+    dropout = models.Dropout(0.2, 0.1, 0.3, 0.4)
+    loss, grads, end = step(carry, dropout)
+
+    # The rows by themselves, with the masks of the step.
+    _, dropout_key = jax.random.split(jax.random.fold_in(step.state.key, 0))
+    rngs = {"dropout": jax.random.fold_in(dropout_key, 0)}
+    batch = jax.tree.map(lambda a: jnp.asarray(np.repeat(a, 3, 0)), step.batch)
+
+    def rows(params):
+        return step.program.model.apply(
+            {"params": params}, batch, carry, dropout, rngs=rngs, method="batch_nats"
+        )
+
+    nats, expected_end = quick.jit(rows)(step.state.params)
+    by_sample = np.asarray(nats, np.float64).reshape(B, 3, STEPS)
+    objective = -np.log(np.exp(-by_sample).mean(1))
+    assert abs(by_sample[:, 0] - by_sample[:, 1]).max() > 0.01  # The samples differ.
+    np.testing.assert_allclose(loss, objective.sum() / 17, rtol=1e-5)
+    assert loss < by_sample.mean(1).sum() / 17 - 1e-4  # Not the mean of log-probabilities.
+    assert_close(end, expected_end, rtol=1e-5, atol=1e-6)
+
+    # Each sample counts in the gradient by its share of the probability.
+    shares = np.exp(-by_sample) / np.exp(-by_sample).sum(1, keepdims=True)
+    weights = jnp.asarray(shares.reshape(nats.shape) / B, jnp.float32)
+    expected = quick.jit(jax.grad(lambda params: (weights * rows(params)[0]).sum()))(
+        step.state.params
+    )
+    assert_close(grads, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [False, True])
+def test_samples_of_a_stripe_stay_together_in_groups(at_once):
+    whole, grouped = Samples(3), Samples(3, accumulate=2, accumulate_at_once=at_once)
+    carry = some_carry(whole.state.carry, 3 * B)
+    none = models.Dropout()
+    found, expected = grouped(carry, none), whole(carry, none)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    moved = jax.tree.map(lambda a: jnp.roll(a, 1, 0), carry)
+    assert abs(grouped(moved, none)[0] - expected[0]) > 1e-5

@@ -147,7 +147,6 @@ def test_a_finished_run_stays_finished(workdir, unbroken):
 
 
 BROKEN = """
-import math
 from mogrifier_jax import main
 from mogrifier_jax.training import evaluate, steps
 

@@ -1,10 +1,11 @@
 """What studies tune: the ranges of the paper, the configs of trials, and ranges that cannot be."""
 
 import json
+import math
 
 import pytest
 
-from experiments import ptb
+from experiments import circling_back, ptb
 from mogrifier_jax import errors
 from mogrifier_jax.nn import models
 from mogrifier_jax.tuning import studies
@@ -28,6 +29,21 @@ def test_the_studies_of_the_paper():
     assert len(fitting) == 6
     for name in fitting:
         studies.check(studies.load(name))
+
+
+def test_the_studies_of_circling_back():
+    words, large = (studies.load(name) for name in ("circling_back", "circling_back_enwik8"))
+    for study, before in ((words, "appendix_a"), (large, "enwik8")):
+        studies.check(study)
+        old = studies.load(before).ranges
+        gone = {"model.embedding_ratio", "dropout.inter_layer"}
+        assert set(study.ranges) == {*old, "dropout.cell_output", "model.chrono_max"} - gone
+        assert study.ranges["dropout.cell_output"] == old["dropout.inter_layer"]
+        limits = study.ranges["model.chrono_max"]
+        assert (math.log(limits.low), math.log(limits.high)) == pytest.approx((2, 5))
+        config = circling_back.get_config()
+        assert studies.configure(study, config, {"model.chrono_max": 20.0}).model.chrono_max == 20
+    assert words.ranges["dropout.state"] != large.ranges["dropout.state"]
 
 
 def test_a_trial_has_its_own_hidden_size_and_zero_rank_is_full():

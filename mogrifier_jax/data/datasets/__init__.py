@@ -6,13 +6,14 @@
 No builder needs TensorFlow. `corpora.py` turns what they store into ids.
 """
 
-from mogrifier_jax.data.datasets import enwik8, mwc, ptb, ptb_char, text, wikitext2
+from mogrifier_jax.data.datasets import enwik8, mwc, ptb, ptb_char, text, text8, wikitext2
 
 BUILDERS = {
     "ptb": ptb.Ptb,
     "ptb_char": ptb_char.PtbChar,
     "wikitext2": wikitext2.Wikitext2,
     "enwik8": enwik8.Enwik8,
+    "text8": text8.Text8,
     "mwc": mwc.Mwc,
     "text": text.Text,
 }
