@@ -104,8 +104,8 @@ def trained(monkeypatch):
         (["--mode=sweep"], "--config is missing; give an experiment"),
         (["--mode=sweep", TINY], "--set is missing; give sets of the experiment, as --set=rounds"),
         (
-            ["--mode=sweep", WIKITEXT2, "--set=rounds"],
-            "experiments/wikitext2.py has no sets to sweep over",
+            ["--mode=sweep", "--config=experiments/text.py:tiny", "--set=rounds"],
+            "experiments/text.py has no sets to sweep over",
         ),
         (["--mode=sweep", ABLATION, "--workdir=x", "--set=rownds"], "rownds"),
         (["--mode=inspect"], "--workdir is missing"),
