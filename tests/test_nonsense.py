@@ -14,6 +14,7 @@ import flax.linen as nn
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mogrifier_jax import configs, distributed, errors, main, nnx
@@ -117,6 +118,18 @@ NONSENSE = {
         }.items()
     },
     "save(5)": (lambda m: m.save(5), "path=5 is not a path"),
+    "save(array)": (lambda m: m.save(np.int8([1, -1])), "is not a path"),
+    "load(array)": (
+        lambda m: trained.load(np.zeros((2, 3))),
+        r"^workdir array[^\n]* is not a path",
+    ),
+    "carry of texts": (lambda m: run_linen(initial_carry=np.array(["a"])), "is not a carry"),
+    "carry of texts for ours": (
+        lambda m: rnn.RNN(layers.LSTMCell(4)).init(
+            jax.random.key(0), jnp.ones((2, 3, 4)), initial_carry=np.array(["a"])
+        ),
+        "is not a carry",
+    ),
     "save(NUL)": (lambda m: m.save("\0"), "is not a path"),
     "save('')": (lambda m: m.save(""), "names no file"),
     "carry": (

@@ -67,7 +67,8 @@ def load_weights(
         raise errors.UsageError(f"checkpoint {which!r} is unknown; use 'best' or 'latest'")
     if not isinstance(workdir, str | os.PathLike):
         raise errors.UsageError(
-            f"workdir {workdir!r} is not a path; give that of a trained run, as 'runs/pydoc'"
+            f"workdir {errors.show(workdir)} is not a path; give that of a trained run, as "
+            "'runs/pydoc'"
         )
     if not os.fspath(workdir):
         raise errors.UsageError("workdir is an empty text; give that of a trained run")
@@ -122,8 +123,8 @@ def save_file(loaded: Pretrained, path: str | os.PathLike) -> None:
 
     The file names no folder of this machine.
     """
-    errors.check(path is not None and path != "", f"path {path!r} names no file; give one")
     workdirs.check_output(path, "path")
+    errors.check(bool(path), f"path {path!r} names no file; give one")
     config = loaded.config.copy_and_resolve_references()
     with config.unlocked():
         config.data.source_dir = config.data.data_dir = None

@@ -222,8 +222,8 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
         carry = module.cell.initialize_carry(key, shape)
     leaves = jax.tree.leaves(carry)
     errors.check(
-        bool(leaves) and all(hasattr(leaf, "dtype") for leaf in leaves),
-        f"initial_carry {carry!r} is not a carry; make one with cell.initialize_carry",
+        bool(leaves) and all(layers.is_numeric(leaf) for leaf in leaves),
+        f"initial_carry {errors.show(carry)} is not a carry; make one with cell.initialize_carry",
     )
     h = leaves[-1]
     # Flax's GRU may have a state that is wider than its matmuls. Ours has the compute dtype.

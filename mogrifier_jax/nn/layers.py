@@ -156,7 +156,7 @@ class Cell(nn.RNNCellBase):
         )
         leaves = jax.tree.leaves(carry)
         check(
-            bool(leaves) and all(hasattr(leaf, "dtype") for leaf in leaves),
+            bool(leaves) and all(is_numeric(leaf) for leaf in leaves),
             f"initial_carry {errors.show(carry)} is not a carry; make one with "
             "initialize_carry(key, input_shape)",
         )
@@ -484,6 +484,11 @@ def init_map(
     if bias:
         params["bias"] = jnp.zeros(size_out, dtype)
     return params
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether it is an array of numbers."""
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.number))
 
 
 def check_fields(cell: Any) -> None:

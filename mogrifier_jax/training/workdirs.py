@@ -295,12 +295,14 @@ def _remove_leftovers(path: pathlib.Path) -> None:
 
 def check_output(path: str | os.PathLike | None, flag: str) -> None:
     """Refuses a place for results that cannot be written to, before they are computed."""
-    if path is None or path == "":
+    if path is None:
         return
     errors.check(
         isinstance(path, str | os.PathLike) and "\0" not in os.fspath(path),
         f"{flag}={errors.show(path)} is not a path and cannot be written; give that of a file",
     )
+    if not os.fspath(path):
+        return
     refuse_address(path, flag)
     path = pathlib.Path(path)
     try:
