@@ -422,7 +422,7 @@ def tune() -> None:
     if _STUDY.value == "dyneval":
         run = _WORKDIR.value or ""
         if _PARALLEL.value > 1:
-            worker.start_workers(sys.argv[1:], worker.dyneval_workdir(run), _PARALLEL.value)
+            worker.start_workers(flags_of_worker(), worker.dyneval_workdir(run), _PARALLEL.value)
         else:
             worker.tune_dyneval(run, FLAGS.eval, **options)
         return
@@ -431,11 +431,17 @@ def tune() -> None:
     name = os.path.basename(default_workdir())
     if _PARALLEL.value > 1:
         worker.check_study(_STUDY.value)
-        worker.start_workers(sys.argv[1:], workdir, _PARALLEL.value)
+        worker.start_workers(flags_of_worker(), workdir, _PARALLEL.value)
     else:
         worker.tune(
             _CONFIG.value, workdir, study=_STUDY.value, name=name, prune=_PRUNE.value, **options
         )
+
+
+def flags_of_worker() -> list[str]:
+    """The flags of this command for each of the workers that it starts."""
+    given = read_line(FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False))
+    return [f"--{name}={value}" for name, value in given if name != "parallel"]
 
 
 def folders() -> list[str]:

@@ -95,6 +95,7 @@ def tune_dyneval(
     as `options.dyneval.parallel` run side by side, each with its own adapting weights.
     """
     check_numbers(num_trials)
+    errors.check(run != "", "--workdir is missing; give that of a trained run")
     eval_options.check(options)
     adapting = Adapting(run, options)
     tuned = studies.load(f"dyneval_{'word' if adapting.unit == 'ppl' else 'character'}")
@@ -136,12 +137,12 @@ def check_study(name: str) -> studies.Study:
 
 
 def start_workers(flags: Sequence[str], workdir: str, parallel: int) -> None:
-    """Starts a command of `--mode=tune` as several workers; waits until the study is complete.
+    """Starts the command with these flags as several workers; waits until the study is complete.
 
     The first worker shows what it does, and the others write to files in the workdir.
     """
     logs = pathlib.Path(workdir) / "workers"
-    command = [sys.executable, "-m", "mogrifier_jax.main", *flags, "--parallel=1"]
+    command = [sys.executable, "-m", "mogrifier_jax.main", *flags]
     jobs = [
         processes.Job(f"worker {index}", command, logs / f"{index}.txt" if index else None)
         for index in range(parallel)

@@ -167,7 +167,7 @@ def test_a_page_asks_nobody_for_anything():
     document = explore.fill({}, "")
     assert "default-src 'none'" in document
     assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=|<link[^>]*href=\"[^d]|@import", document)
-    assert set(re.findall(r"https?://[^\s\"'`]+", document)) == {"https://arxiv.org/abs/1909.01792"}
+    assert set(re.findall(r"https?://[^\s\"'`]+", document)) == {"https://arxiv.org/abs/${paper}"}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_texts_that_cannot_be_read_are_refused(folders, tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
     for options, words in (
         ({"prompt": ""}, "the text '' has no tokens; give some text"),
-        ({"path": "none.txt"}, "none.txt is not a file"),
+        ({"path": "none.txt"}, "none.txt does not exist; give a file of text"),
         ({"path": str(tmp_path / "empty.txt")}, "the text '' has no tokens"),
         ({"path": str(tmp_path / "picture.png")}, "is not UTF-8 text"),
     ):

@@ -356,7 +356,7 @@ def _damage(folder, what):
         ("vocabulary", {}, r"not those that its weights were trained with: vocabulary\.json"),
         ("empty.txt", {"text": "empty.txt"}, "is empty"),
         ("broken.txt", {"text": "broken.txt"}, "not UTF-8"),
-        ("", {"text": "missing.txt"}, "is not a file"),
+        ("", {"text": "missing.txt"}, "missing.txt does not exist; give a file of text"),
         ("", {"text": "config.json", "multipliers": "0.5,1", "methods": "mc"}, "give one value"),
         ("", {"temperature": "0"}, "temperature=0 is out of range"),
         ("", {"temperature": "warm"}, "out of range"),

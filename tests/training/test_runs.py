@@ -88,7 +88,9 @@ def start(workdir, *flags, cores, stop=TABLE, **environment):
     As a user starts it, without the devices that conftest asks for.
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "NPROC")}
-    flags = [*FLAGS, *flags, f"--workdir={workdir}"]
+    given = {flag.partition("=")[0] for flag in flags}
+    others = [flag for flag in FLAGS if flag.partition("=")[0] not in given]
+    flags = [*others, *flags, f"--workdir={workdir}"]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, repr((cores, *stop)), *flags],
         cwd=ROOT,

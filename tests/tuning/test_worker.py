@@ -197,9 +197,9 @@ def test_a_trial_ends_when_it_is_pruned_or_lost(tmp_path, monkeypatch, study_fil
 COMMAND = "from mogrifier_jax import main; main.run()"
 
 
-def start_command(workdir, study, *flags):
+def start_command(workdir, study, *flags, **changes):
     """The command of a study as somebody would start it."""
-    values = configs.flatten(config_dict.ConfigDict(SMALL))
+    values = configs.flatten(config_dict.ConfigDict(SMALL)) | changes
     keys = [f"--config.{name}={value}" for name, value in values.items()]
     command = [sys.executable, "-c", COMMAND, "--mode=tune", "--config=experiments/pydoc.py:tiny"]
     flags = [*keys, f"--study={study}", "--sampler=random", f"--workdir={workdir}", *flags]
@@ -239,8 +239,8 @@ def test_a_stop_of_workers_side_by_side_saves_all_of_them(tmp_path, study_file):
 
 @pytest.mark.slow
 def test_what_no_worker_can_do_is_said_once(tmp_path, study_file):
-    flags = ("--parallel=2", "--config.data.batch_size=9", "--cpu_devices=2")
-    with start_command(tmp_path, study_file, *flags) as process:
+    flags, odd = ("--parallel=2", "--cpu_devices=2"), {"data.batch_size": 9}
+    with start_command(tmp_path, study_file, *flags, **odd) as process:
         output = process.communicate()[1]
     assert process.returncode == 2 and "Traceback" not in output
     assert re.search(r"UsageError: worker \d ended with code 2", output)
