@@ -272,7 +272,7 @@ def sentences() -> Iterator[None]:
         ) from None
     except BrokenPipeError:
         # The reader of the output has gone.
-        raise errors.UsageError("nobody reads the output any more; what was saved stays") from None
+        raise errors.UsageError("stdout was closed; what was saved is kept") from None
     except RuntimeError as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         for start, what in DEVICES.items():

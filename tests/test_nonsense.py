@@ -76,7 +76,7 @@ NONSENSE = {
     "param_dtype": (lambda m: layers.LSTMCell(4, param_dtype="float99"), "'float99' must be"),
     "RNN(5)": (
         lambda m: rnn.RNN(5).init(jax.random.key(0), jnp.ones((2, 3, 4))),
-        "RNN of a int .* give a cell",
+        "RNN cannot run a int .* give it a cell",
     ),
     "RNN of a list": (
         lambda m: rnn.RNN(layers.LSTMCell(4)).init(jax.random.key(0), [[[1.0]]]),

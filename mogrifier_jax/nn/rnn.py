@@ -287,8 +287,8 @@ def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> jax.Array | Non
     """Refuses what an RNN of linen or NNX cannot run; returns the lengths as int32."""
     check(
         hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
-        f"RNN of a {type(cell).__name__} over a {type(inputs).__name__} cannot be: give a "
-        "cell, and an array [..., time, features]",
+        f"RNN cannot run a {type(cell).__name__} over a {type(inputs).__name__}; give it a cell, "
+        "and an array [..., time, features]",
     )
     check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
     return None if seq_lengths is None else _read_lengths(seq_lengths)
