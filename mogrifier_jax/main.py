@@ -36,7 +36,7 @@ from ml_collections import config_dict, config_flags
 import mogrifier_jax
 from mogrifier_jax import configs, errors, files, hardware
 from mogrifier_jax.evaluation import eval_options
-from mogrifier_jax.training import compiler, logs
+from mogrifier_jax.training import compiler, logs, signals
 
 FLAGS = flags.FLAGS
 
@@ -624,7 +624,7 @@ def explain(error: BaseException) -> str:
 def run() -> None:
     """The command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signals.interrupt)
     prepare_streams()
     try:
         end_with_parent()
@@ -632,13 +632,15 @@ def run() -> None:
             app.run(run_mode, flags_parser=parse_flags)
     except (errors.UsageError, errors.Diverged, errors.Interrupted) as error:
         end(f"{type(error).__name__}: {error}", error.exit_code)
+    except Exception as error:
+        if not signals.interrupted.is_set():
+            raise
+        # SIGTERM met a library, perhaps while it was imported, and this is what came of it.
+        end(f"Interrupted: stopped ({type(error).__name__})", errors.Interrupted.exit_code)
     except KeyboardInterrupt:
         end("interrupted; the same command goes on from the last checkpoint", 128 + signal.SIGINT)
-
-
-def interrupt(*_: Any) -> NoReturn:
-    """What SIGTERM does while nothing is trained; `StopRequests` takes its place in training."""
-    raise errors.Interrupted("stopped; the same command goes on from what is saved")
+    finally:
+        signals.interrupted.clear()
 
 
 def end_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import contextlib
 import inspect
 import os
 import pathlib
@@ -19,7 +20,7 @@ from absl.testing import flagsaver
 import mogrifier_jax
 from mogrifier_jax import configs, distributed, errors, main
 from mogrifier_jax.evaluation import trained as evaluated
-from mogrifier_jax.training import compiler, logs, train
+from mogrifier_jax.training import compiler, logs, signals, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
@@ -430,6 +431,29 @@ def test_sigterm_while_a_run_is_prepared_is_a_request_to_stop(command, monkeypat
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert code == 75 and "Interrupted: stopped; the same command goes on" in output
+
+
+def test_sigterm_that_a_library_swallows_is_a_stop_as_well(command, monkeypatch):
+    def import_badly(*args, **options):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except errors.Interrupted:
+            raise AttributeError("module 'half' has no attribute 'imported'") from None
+
+    def go_on(*args, **options):
+        with contextlib.suppress(errors.Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        signals.StopRequests().check()
+
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        for prepare in (import_badly, go_on):
+            monkeypatch.setattr(train, "train_and_evaluate", prepare)
+            code, output = command(TINY, "--workdir=x")
+            assert code == 75 and "Interrupted: stopped" in output and "Traceback" not in output
+            signals.StopRequests().check()  # The next command is not stopped.
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 PARENT_SCRIPT = """

@@ -2,13 +2,24 @@
 
 import signal
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import logging
 from jax.experimental import multihost_utils
 
 from mogrifier_jax import errors
+
+interrupted = threading.Event()  # Set by `interrupt`, until the command ends.
+
+
+def interrupt(*_: Any) -> NoReturn:
+    """What SIGTERM does while nothing is trained; `StopRequests` takes its place in training.
+
+    A library may swallow the exception or fail in another way because of it, so it is also noted.
+    """
+    interrupted.set()
+    raise errors.Interrupted("stopped; the same command goes on from what is saved")
 
 
 class StopRequests:
@@ -21,7 +32,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._signal: int | None = None
+        self._signal: int | None = signal.SIGTERM if interrupted.is_set() else None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
