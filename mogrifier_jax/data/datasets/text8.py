@@ -3,7 +3,7 @@
 import itertools
 
 from mogrifier_jax import errors
-from mogrifier_jax.data.datasets import base, sources
+from mogrifier_jax.data.datasets import base, enwik8, sources
 
 _VALID, _TEST = 90_000_000, 95_000_000  # Where these splits begin, in bytes.
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz "
@@ -19,15 +19,8 @@ class Text8(base.TextBuilder):
     DESCRIPTION = (
         "The first 10^8 bytes of cleaned English Wikipedia text of 2006: a to z and space."
     )
-    HOMEPAGE = "http://mattmahoney.net/dc/textdata.html"
-    CITATION = """\
-@misc{mahoney2006large,
-  title={Large Text Compression Benchmark},
-  author={Mahoney, Matt},
-  year={2006},
-  url={http://mattmahoney.net/dc/text.html}
-}
-"""
+    HOMEPAGE = enwik8.Enwik8.HOMEPAGE
+    CITATION = enwik8.Enwik8.CITATION
     SOURCE = sources.Source(
         name="text8",
         files=(sources.File("text8", 100_000_000),),  # No checksum of it is known to us.
