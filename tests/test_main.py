@@ -456,6 +456,21 @@ def test_sigterm_that_a_library_swallows_is_a_stop_as_well(command, monkeypatch)
         signal.signal(signal.SIGTERM, previous)
 
 
+def test_sigterm_waits_for_the_end_of_what_must_not_be_interrupted():
+    previous = signal.signal(signal.SIGTERM, signals.interrupt)
+    done = []
+    try:
+        with pytest.raises(errors.Interrupted), signals.postponed():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("all of it")
+        assert done == ["all of it"] and signal.getsignal(signal.SIGTERM) is signals.interrupt
+        with signals.postponed():  # Nothing was asked for.
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        signals.interrupted.clear()
+
+
 PARENT_SCRIPT = """
 import os, subprocess, sys, time
 environment = os.environ | {"MOGRIFIER_PARENT": str(os.getpid())}

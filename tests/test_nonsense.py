@@ -80,7 +80,7 @@ NONSENSE = {
     ),
     "RNN of a list": (
         lambda m: rnn.RNN(layers.LSTMCell(4)).init(jax.random.key(0), [[[1.0]]]),
-        "over a list .* an array",
+        "over a list; .* an array",
     ),
     **{
         f"nnx.{name}({size!r}, 8)": (

@@ -1,7 +1,9 @@
 """Requests to stop a run: SIGTERM, Ctrl-C, and preemption of one process of many."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -20,6 +22,22 @@ def interrupt(*_: Any) -> NoReturn:
     """
     interrupted.set()
     raise errors.Interrupted("stopped; the same command goes on from what is saved")
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Lets SIGTERM wait for the end of a block whose libraries do not expect exceptions."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    requests: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: requests.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if requests:
+        signal.raise_signal(signal.SIGTERM)
 
 
 class StopRequests:

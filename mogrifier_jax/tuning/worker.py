@@ -73,17 +73,19 @@ def tune(
     """
     check_numbers(num_trials)
     tuned = check_study(study)
-    queue = storages.open_queue(
-        tuned,
-        workdir,
-        name=f"{name}-{tuned.name}",
-        num_trials=num_trials,
-        seed=config.seed,
-        prune=config.schedule.turns if prune else None,
-        config=plain_config(config),
-        **where,
-    )
-    return work(queue, Training(tuned, config, workdir), tuned, workdir, config)
+    with signals.postponed():
+        queue = storages.open_queue(
+            tuned,
+            workdir,
+            name=f"{name}-{tuned.name}",
+            num_trials=num_trials,
+            seed=config.seed,
+            prune=config.schedule.turns if prune else None,
+            config=plain_config(config),
+            **where,
+        )
+        training = Training(tuned, config, workdir)
+    return work(queue, training, tuned, workdir, config)
 
 
 def tune_dyneval(
@@ -171,12 +173,15 @@ def work(
     """Runs trials until the study is complete, also those that other workers leave behind."""
     with storages.explain_errors():
         while True:
-            asked = queue.ask(executor.at_once, executor.shared)
+            with signals.postponed():
+                asked = queue.ask(executor.at_once, executor.shared)
+                if asked:
+                    logging.info("%s", describe_progress(queue))
+                others = any(trial.outcome == "running" for trial in queue.records())
             if asked:
-                logging.info("%s", describe_progress(queue))
                 with queue.hold(asked):
                     executor.run(asked)
-            elif any(trial.outcome == "running" for trial in queue.records()):
+            elif others:
                 time.sleep(POLL_SECONDS)
             else:
                 break
@@ -226,15 +231,16 @@ class Training:
         """Trains the trials one after the other, and notes the value of each."""
         for trial in asked:
             config = studies.configure(self._study, self._config, trial.params)
-            try:
-                run = self._make_run(config)
-            except errors.UsageError as error:
-                trial.fail("infeasible", str(error))
-                continue
-            trial.note(
-                hidden_size=run.model.hidden_size,
-                num_params=sum(models.count_parameters(run.model).values()),
-            )
+            with signals.postponed():
+                try:
+                    run = self._make_run(config)
+                except errors.UsageError as error:
+                    trial.fail("infeasible", str(error))
+                    continue
+                trial.note(
+                    hidden_size=run.model.hidden_size,
+                    num_params=sum(models.count_parameters(run.model).values()),
+                )
             try:
                 self._train(trial, run)
             except errors.Diverged as error:
