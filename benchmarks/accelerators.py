@@ -2,7 +2,7 @@
 
     python -m benchmarks.accelerators --chips=v5e --sizes=small,large,ptb,enwik8  # Minutes.
 
-Needs the extras `tpu` and `cuda`, and no accelerator. Prints the estimated time
+Needs the extra `preflight`, and no accelerator. Prints the estimated time
 (`preflight/estimates.py` says from what) and the memory of a chip. `small` and `large` are the
 gradients of one layer; `ptb` and `enwik8` are whole train steps as published, enwik8 on four chips.
 A size that the compiler refuses for its memory has no time.
@@ -24,7 +24,7 @@ from flax import nnx
 
 from benchmarks import timing, training
 from mogrifier_jax.nn import layers, rnn
-from mogrifier_jax.preflight import costs, estimates, targets
+from mogrifier_jax.preflight import costs, estimates, memory, targets, times, topologies
 
 
 class Size(NamedTuple):
@@ -97,7 +97,7 @@ def examine_layer(
 ) -> tuple[float, float]:
     """Seconds and bytes of the output and all gradients of a layer."""
     replicated = jax.sharding.NamedSharding(
-        targets.mesh(target, 1, 1), jax.sharding.PartitionSpec()
+        topologies.make_mesh(target, 1, 1), jax.sharding.PartitionSpec()
     )
 
     def place(tree):
@@ -112,8 +112,8 @@ def examine_layer(
     xs = jax.ShapeDtypeStruct((size.window, size.batch, size.hidden), dtype)
     arguments = place((jax.eval_shape(init, xs), xs, xs))
     program = jax.jit(gradients).lower(*arguments).compile()
-    seconds = costs.compute_seconds(costs.analyse(program.as_text()), target.chip)
-    return seconds, costs.memory(program).peak
+    seconds = times.compute_seconds(costs.analyse(program.as_text()), target.chip)
+    return seconds, memory.needed_by(program).peak
 
 
 def examine_step(path: str, topology: str, dtype: str, fast: bool) -> tuple[float, float]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from mogrifier_jax.data import corpora, tasks
+from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import dyneval, montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -63,7 +63,7 @@ def make_model(size: Size):
 def make_plan(size: Size) -> tasks.Plan:
     """One stream of random tokens."""
     ids = np.random.default_rng(1).integers(0, size.vocab, size.tokens)
-    split = corpora.EncodedSplit(ids.astype(np.int32), np.array([0]))
+    split = vocabularies.EncodedSplit(ids.astype(np.int32), np.array([0]))
     return tasks.plan_text(split, 0, 1, size.window)
 
 
@@ -81,7 +81,7 @@ def dynamic_contenders(size: Size, settings: int = 1):
         batch = plan.batch_at(plan.stream, window)
 
         def loss_fn(adapted):
-            nats, end = model.apply({"params": adapted}, batch, carry, method="batch_nats")
+            end, nats = model.apply({"params": adapted}, batch, carry, method="batch_nats")
             return nats.sum(), end
 
         (loss, carry_), grads = jax.value_and_grad(loss_fn, has_aux=True)(adapted)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from benchmarks import flax_lstm, timing
 from mogrifier_jax.data import streams
 from mogrifier_jax.nn import models, stack
-from mogrifier_jax.preflight import costs
+from mogrifier_jax.preflight import flops
 from mogrifier_jax.training import averaging, optimizers, steps
 
 try:
@@ -177,7 +177,7 @@ def train_flops(size: Size, only: str) -> int:
     batch = make_batch(size)
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), batch.inputs))
     nats = functools.partial(model.apply, method="nats")
-    whole = costs.count_flops(jax.make_jaxpr(nats)(params, batch.inputs, batch.targets))
+    whole = flops.count_flops(jax.make_jaxpr(nats)(params, batch.inputs, batch.targets))
     if only == "recurrence":
         whole -= 2 * size.hidden * size.vocab * size.batch * size.window
     return 3 * whole

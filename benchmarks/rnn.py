@@ -1,10 +1,10 @@
-"""One layer on this machine, Flax's RNN beside ours: gradients and the forward pass alone.
+"""One layer on this machine, Flax's RNN beside ours: gradients, and the forward pass alone.
 
     python -m benchmarks.rnn
     taskset -c 0 python -m benchmarks.rnn --clock=cpu    # one core, on a machine that is busy
 
-All have the same number of hidden units, and float32 inputs and weights. H hidden, B batch, T
-window.
+All layers have the same number of hidden units, and float32 inputs and weights. H hidden, B batch,
+T window.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SIZES = {"small": (128, 16, 35), "middle": (512, 64, 70), "ptb": (912, 64, 70)} 
 
 
 def rows(hidden: int) -> dict[str, nn.Module]:
-    """What is compared; the ratios are to the first."""
+    """The layers that are compared; speeds are relative to the first."""
     mogrifier = mogrifier_jax.MogrifierLSTMCell(hidden, rounds=5, rank=hidden // 12)
     rewired = mogrifier_jax.RewiredLSTMCell(hidden, rounds=5, rank=hidden // 12)
     return {
@@ -40,7 +40,7 @@ def rows(hidden: int) -> dict[str, nn.Module]:
 
 
 class NnxRNN(nn.Module):
-    """`nnx.RNN` with the signature of the others, without a carry."""
+    """`nnx.RNN` as a linen module, like the others."""
 
     hidden: int
 
@@ -53,7 +53,7 @@ class NnxRNN(nn.Module):
 
 
 def make_run(rnn: nn.Module, what: str, hidden: int, batch: int, window: int) -> Callable:
-    """A function that computes gradients or outputs once."""
+    """Returns a function that computes the gradients or the outputs once."""
     xs = jax.random.normal(jax.random.key(0), (batch, window, hidden))
     variables = jax.jit(rnn.init)(jax.random.key(1), xs)
 
@@ -78,8 +78,8 @@ def main() -> None:
         seconds = timing.take_turns(runs, arguments.repeats, arguments.clock)
         first = next(iter(seconds.values()))
         head = (f"{name}: H {hidden}, B {batch}, T {window}, {what}", "ms", "speed")
-        found = [(row, f"{1e3 * s:.1f}", f"{first / s:.2f}x") for row, s in seconds.items()]
-        print(timing.table([head, *found]), flush=True)
+        lines = [(row, f"{1e3 * s:.1f}", f"{first / s:.2f}x") for row, s in seconds.items()]
+        print(timing.table([head, *lines]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@ r"""The adding problem in Flax NNX: the sum of the two numbers of a sequence tha
 
     python examples/adding_nnx.py
 
-A recurrent network has to keep the first number until the second one comes. Needs nothing but the
-package. Axes: B sequences, T time.
+A recurrent network has to remember the first marked number until the second one comes. Needs
+nothing but the package. Axes: B sequences, T time.
 """
 
 import sys

@@ -1,9 +1,9 @@
-r"""Forecasting a time series: the cell in `RNN`, on waves whose pace changes all the time.
+r"""Forecasting a time series: the cell in `RNN`, on waves whose frequency keeps changing.
 
     python examples/forecasting.py
 
-A model reads a wave and says at each step what comes next; then it goes on alone, from its own
-forecasts. Needs nothing but the package. Axes: B waves, T time.
+A model reads a wave and predicts the next value at each step. After the end of the wave it
+continues from its own forecasts. Needs nothing but the package. Axes: B waves, T time.
 """
 
 import sys
@@ -19,25 +19,25 @@ BATCH, TIME, HORIZON = 64, 96, 16
 
 
 class Forecaster(nn.Module):
-    """Values [B, T, 1] to the value after each of them, and the carry to go on from."""
+    """Values [B, T, 1] to the value after each of them, and the carry to continue from."""
 
     cell: nn.RNNCellBase
 
     @nn.compact
     def __call__(self, values, carry=None):
-        """Starts from a zero carry unless one is given."""
+        """Starts from a zero carry unless one is given; returns (carry, forecasts)."""
         carry, ys = mogrifier_jax.RNN(self.cell, return_carry=True)(values, initial_carry=carry)
-        return nn.Dense(1)(ys), carry
+        return carry, nn.Dense(1)(ys)
 
 
 def make_waves(key, count, time):
-    """Noisy sines [count, time, 1], each with a pace that swings in a rhythm of its own."""
+    """Noisy sines [count, time, 1], each with a frequency that is modulated at its own rate."""
     keys = jax.random.split(key, 4)
-    pace = jax.random.uniform(keys[0], (count, 1), minval=0.2, maxval=0.5)
-    rhythm = jax.random.uniform(keys[1], (count, 1), minval=0.05, maxval=0.15)
+    frequency = jax.random.uniform(keys[0], (count, 1), minval=0.2, maxval=0.5)
+    rate = jax.random.uniform(keys[1], (count, 1), minval=0.05, maxval=0.15)
     start = jax.random.uniform(keys[2], (count, 1), maxval=6.28)
     steps = jnp.arange(time)[None]
-    phase = start + jnp.cumsum(pace * (1 + 0.8 * jnp.sin(start + rhythm * steps)), axis=1)
+    phase = start + jnp.cumsum(frequency * (1 + 0.8 * jnp.sin(start + rate * steps)), axis=1)
     noise = 0.02 * jax.random.normal(keys[3], (count, time))
     return (jnp.sin(phase) + noise)[..., None]
 
@@ -47,7 +47,7 @@ def train(model, num_steps, seed=0):
     tx = optax.adam(optax.cosine_decay_schedule(1e-2, num_steps))
 
     def loss(variables, waves):
-        forecasts, _ = model.apply(variables, waves[:, :-1])
+        _, forecasts = model.apply(variables, waves[:, :-1])
         return jnp.square(forecasts - waves[:, 1:]).mean()
 
     @jax.jit
@@ -65,15 +65,15 @@ def train(model, num_steps, seed=0):
 
 
 def forecast(model, variables, waves, horizon):
-    """The next `horizon` values [B, horizon] after the waves, each from the one before."""
-    values, carry = model.apply(variables, waves)
+    """The `horizon` values [B, horizon] after the waves, each predicted from the one before."""
+    carry, forecasts = model.apply(variables, waves)
 
     def body(state, _):
-        value, carry = state
-        following, carry = model.apply(variables, value, carry)
-        return (following, carry), value[:, 0, 0]
+        carry, value = state
+        carry, following = model.apply(variables, value, carry)
+        return (carry, following), value[:, 0, 0]
 
-    _, values = jax.lax.scan(body, (values[:, -1:], carry), None, length=horizon)
+    _, values = jax.lax.scan(body, (carry, forecasts[:, -1:]), None, length=horizon)
     return values.T
 
 
@@ -82,15 +82,15 @@ def main(num_steps=600):
     waves = make_waves(jax.random.key(1), 256, TIME + HORIZON)
     past, future = waves[:, :TIME], waves[:, TIME:, 0]
     models = {
-        "LSTM": Forecaster(mogrifier_jax.LSTMCell(hidden_size=33)),
+        "LSTM": Forecaster(mogrifier_jax.LSTMCell(features=33)),
         "Mogrifier LSTM": Forecaster(mogrifier_jax.MogrifierLSTMCell(32, rounds=4)),
     }
     errors = {"last value": jnp.square(past[:, -1] - future).mean(0)}
     sizes = {"last value": 0}
     for name, model in models.items():
         variables = train(model, num_steps)
-        found = jax.jit(lambda v, model=model: forecast(model, v, past, HORIZON))(variables)
-        errors[name] = jnp.square(found - future).mean(0)
+        forecasts = jax.jit(lambda v, model=model: forecast(model, v, past, HORIZON))(variables)
+        errors[name] = jnp.square(forecasts - future).mean(0)
         sizes[name] = sum(leaf.size for leaf in jax.tree.leaves(variables))
     print("mean squared error, steps ahead:    1         4        16    weights")
     for name, error in errors.items():

@@ -2,8 +2,9 @@ r"""Tagging: the cell in `nn.Bidirectional`, with sequences of different lengths
 
     python examples/tagging.py
 
-Every position gets a tag that depends on both sides of it: whether the digits before it add up
-to more than the digits from it on. One direction alone can only guess. Axes: B sequences, T time.
+The tag of a position depends on both sides of it: it says whether the digits before it add up to
+more than the digits from it on. A model that reads in one direction can only guess. Axes: B
+sequences, T time.
 """
 
 import sys
@@ -21,22 +22,22 @@ BATCH, TIME = 64, 20
 class Tagger(nn.Module):
     """Digits [B, T] and lengths [B] to the logit [B, T] of each tag."""
 
-    both: bool  # Directions.
+    both: bool  # Whether to read in both directions.
 
     @nn.compact
     def __call__(self, digits, lengths):
-        """Positions beyond a sequence's length mean nothing."""
-        rnn = mogrifier_jax.RNN(mogrifier_jax.MogrifierLSTMCell(hidden_size=24, rounds=4, rank=8))
+        """Logits beyond the length of a sequence are meaningless."""
+        rnn = mogrifier_jax.RNN(mogrifier_jax.MogrifierLSTMCell(features=24, rounds=4, rank=8))
         if self.both:
             rnn = nn.Bidirectional(
-                rnn, mogrifier_jax.RNN(mogrifier_jax.MogrifierLSTMCell(24, 4, 8))
+                rnn, mogrifier_jax.RNN(mogrifier_jax.MogrifierLSTMCell(24, rounds=4, rank=8))
             )
         ys = rnn(nn.Embed(10, 8)(digits), seq_lengths=lengths)
         return nn.Dense(1)(ys)[..., 0]
 
 
 def make_batch(key, count):
-    """Digits, lengths and tags; beyond the lengths there are zeros."""
+    """Digits, lengths and tags; digits beyond the lengths are zero."""
     digit_key, length_key = jax.random.split(key)
     lengths = jax.random.randint(length_key, (count,), TIME // 2, TIME + 1)
     inside = jnp.arange(TIME)[None] < lengths[:, None]

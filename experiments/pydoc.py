@@ -15,7 +15,7 @@ Variants: `mogrifier` (default) or `lstm`; `tiny` is a smoke run of seconds.
 
 from mogrifier_jax import configs
 
-COMMON = dict(  # What `tiny` and text.py have, too.
+COMMON = dict(  # What `tiny` and text.py build on, too.
     data=dict(name="pydoc", batch_size=32, window=64),
     model=dict(num_params=500_000, rounds=5, rank=20),
     dropout=dict(input=0.05, inter_layer=0.05, state=0.05, output=0.05),

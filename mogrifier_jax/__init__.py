@@ -3,7 +3,7 @@
     import jax, jax.numpy as jnp
     from mogrifier_jax import RNN, MogrifierLSTMCell
 
-    rnn = RNN(MogrifierLSTMCell(hidden_size=64, rounds=5, rank=16))
+    rnn = RNN(MogrifierLSTMCell(features=64, rounds=5, rank=16))
     ys, variables = rnn.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))
 
 The names below are the public interface. Each is imported when it is first used, so the cells need
@@ -16,9 +16,12 @@ __version__ = "0.1.0"
 
 with epy.lazy_api_imports(globals()):
     from mogrifier_jax import nnx
-    from mogrifier_jax.evaluation.trained import TrainedModel, load
+    from mogrifier_jax.evaluation.trained_model import TrainedModel, load
     from mogrifier_jax.nn import from_flax, from_pytorch
+    from mogrifier_jax.nn.cells import LSTMCarry
     from mogrifier_jax.nn.layers import (
+        ElmanCell,
+        GRUCell,
         LSTMCell,
         MLSTMCell,
         Mogrifier,
@@ -32,6 +35,9 @@ with epy.lazy_api_imports(globals()):
 
 __all__ = [
     "RNN",
+    "ElmanCell",
+    "GRUCell",
+    "LSTMCarry",
     "LSTMCell",
     "LanguageModel",
     "MLSTMCell",

@@ -1,10 +1,10 @@
-"""Many processes as one run: their places, the roll call, and what happens if one is lost.
+"""Several processes as one run: how they find each other, and what happens if one is lost.
 
-`find_place` reads flags and the environment. `session` starts and ends `jax.distributed`. Between
-that, a thread in each process (`Watch`) tells the others through the coordinator that it is alive.
-If one falls silent or fails, the others stop within a bounded time and say which one it was.
-Process 0 is the coordinator. If its host is lost, the runtime itself aborts the others. A launcher
-such as `launch.py` starts them again. `training/signals.py` handles requests to stop.
+`find_cluster` reads flags and the environment, and `session` starts and ends `jax.distributed`. In
+between, a thread of each process (`Watch`) reports through the coordinator that it is alive. If a
+process falls silent or fails, the others name it and stop within a bounded time. Process 0 is the
+coordinator, and if its host is lost, JAX's runtime aborts the others. A launcher such as
+`launch.py` starts them again. `training/signals.py` handles requests to stop.
 """
 
 import contextlib
@@ -32,29 +32,33 @@ _GRACE = 10.0  # Seconds that a process which failed stays, so that the others l
 
 
 class PeerLost(errors.Interrupted):
-    """Another process is missing; starting all of them again goes on from the last checkpoint."""
+    """Another process is missing; a restart of all resumes from the last checkpoint."""
 
 
-class Place(NamedTuple):
-    """The arguments of `jax.distributed`; without a coordinator it asks the TPU pod."""
+class Cluster(NamedTuple):
+    """This process among several: the arguments of `jax.distributed.initialize`.
+
+    Without a coordinator, JAX asks the TPU pod for everything.
+    """
 
     coordinator: str | None
     num_processes: int | None
     process_id: int | None
-    local_devices: tuple[int, ...] | None = None  # None means all that this process sees.
+    local_devices: tuple[int, ...] | None = None  # None: all that this process can see.
 
 
-def find_place(
+def find_cluster(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
     environment: Mapping[str, str] = os.environ,
-) -> Place | None:
-    """The place of this process among many, or None if it is alone.
+) -> Cluster | None:
+    """Which process of a run this is, or None if the run has only one.
 
-    The first of these decides: the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID (or JOB_COMPLETION_INDEX of an indexed Kubernetes job); Slurm; TPU pods.
+    The first of these that is present decides: the arguments; JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JOB_COMPLETION_INDEX of an indexed Kubernetes job);
+    Slurm; TPU pods.
     """
     if num_processes == 1:
         return None
@@ -69,11 +73,13 @@ def find_place(
     if environment.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environment:
         return _slurm(environment)
     if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or _on_tpu_host(environment):
-        return Place(None, None, None)
+        return Cluster(None, None, None)
     return None
 
 
-def _explicit(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Place:
+def _explicit(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Cluster:
     if coordinator is None or num_processes is None or process_id is None:
         raise errors.UsageError(
             f"--coordinator {coordinator}, --num_processes {num_processes} and --process_id "
@@ -90,11 +96,15 @@ def _explicit(coordinator: str | None, num_processes: int | None, process_id: in
             f"--process_id {process_id} is not one of {num_processes} processes: they are counted "
             f"from 0 to {num_processes - 1}"
         )
-    return Place(coordinator, num_processes, process_id)
+    return Cluster(coordinator, num_processes, process_id)
 
 
-def _slurm(environment: Mapping[str, str]) -> Place:
-    """The place in a Slurm job; tasks that share a node take one device each."""
+def _slurm(environment: Mapping[str, str]) -> Cluster:
+    """The process in a Slurm job; tasks that share a node use one device each.
+
+    JAX detects Slurm as well, but the roll call needs the address before JAX starts, and JAX would
+    raise a KeyError for variables that are missing.
+    """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
     needed = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NNODES")
@@ -107,18 +117,20 @@ def _slurm(environment: Mapping[str, str]) -> Place:
     prefix, number = first.groups()
     port = 61_440 + int(environment["SLURM_JOB_ID"]) % 4096  # Jobs that share a node differ.
     tasks = int(environment["SLURM_NTASKS"])
-    alone = tasks == int(environment.get("SLURM_NNODES", "1"))
-    place = _explicit(f"{prefix}{number or ''}:{port}", tasks, int(environment["SLURM_PROCID"]))
-    return place if alone else place._replace(local_devices=(int(environment["SLURM_LOCALID"]),))
+    one_per_node = tasks == int(environment.get("SLURM_NNODES", "1"))
+    cluster = _explicit(f"{prefix}{number or ''}:{port}", tasks, int(environment["SLURM_PROCID"]))
+    if one_per_node:
+        return cluster
+    return cluster._replace(local_devices=(int(environment["SLURM_LOCALID"]),))
 
 
 def _require_numbers(environment: Mapping[str, str], *names: str) -> None:
-    """Refuses variables of a launcher that are set, but not to whole numbers."""
+    """Refuses variables of a launcher that are set to something other than a whole number."""
     for name in names:
         if not environment.get(name, "0").isdecimal():
             raise errors.UsageError(
                 f"the launcher set {name} to {environment[name]!r}, which is not a whole number; "
-                "mend it, or give --num_processes=1 to run alone"
+                "correct it, or give --num_processes=1 to run alone"
             )
 
 
@@ -130,38 +142,38 @@ def _on_tpu_host(environment: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None]:
-    """Runs its body as one of many processes; does nothing if this one is alone.
+def session(cluster: Cluster | None, *, peer_timeout: float = 60.0) -> Iterator[None]:
+    """Runs its body as one of several processes; does nothing if there is only one.
 
     Args:
-      peer_timeout: seconds of silence after which a process counts as lost. Waits for the others
-        at start and end are limited by it, too.
+      peer_timeout: seconds of silence after which a process counts as lost. It also limits how long
+        processes wait for each other at start and end.
     """
     if not 0.1 <= peer_timeout <= 86_400:
         raise errors.UsageError(
             f"--peer_timeout {peer_timeout} must be from 0.1 to 86400 seconds; try 60"
         )
-    if place is None:
+    if cluster is None:
         yield
         return
-    if place.coordinator:
-        roll_call(place, 5 * peer_timeout)
+    if cluster.coordinator:
+        roll_call(cluster, 5 * peer_timeout)
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.num_processes,
-            place.process_id,
-            place.local_devices,
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            cluster.local_devices,
             initialization_timeout=int(5 * peer_timeout),
-            # `Watch` is faster, and names the process.
+            # `Watch` is faster, and names the process that is lost.
             heartbeat_timeout_seconds=int(2 * peer_timeout) + 10,
             shutdown_timeout_seconds=int(peer_timeout),
-            cluster_detection_method="deactivate" if place.coordinator else None,
+            cluster_detection_method="deactivate" if cluster.coordinator else None,
         )
     except (ValueError, KeyError, OSError) as error:  # Variables of a launcher that do not fit.
         raise errors.UsageError(
-            f"JAX cannot find the other processes of this run ({error}); mend the variables of the "
-            "launcher, such as TPU_WORKER_HOSTNAMES, or give --num_processes=1 to run alone"
+            f"JAX cannot find the other processes of this run ({error}); correct the variables of "
+            "the launcher, such as TPU_WORKER_HOSTNAMES, or give --num_processes=1 to run alone"
         ) from None
     if jax.process_count() == 1:
         yield
@@ -177,7 +189,7 @@ def session(place: Place | None, *, peer_timeout: float = 60.0) -> Iterator[None
 
 
 class Watch(threading.Thread):
-    """Tells the other processes that this one is alive, and looks whether they are."""
+    """Tells the other processes that this one is alive, and checks that they are."""
 
     def __init__(self, timeout: float):
         super().__init__(daemon=True, name="watch")
@@ -189,7 +201,7 @@ class Watch(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Beats and checks until this process leaves."""
+        """Sends heartbeats and checks those of the others until `leave`."""
         seen: dict[int, tuple[str, float]] = {}
         beats = 0
         while not self._stopped.wait(self._period):
@@ -205,11 +217,11 @@ class Watch(threading.Thread):
 
     def _judge(self, process: int, value: str, age: float) -> None:
         code, _, reason = value.partition(" ")
-        if not reason:  # A number of beats.
+        if not reason:  # A count of heartbeats.
             if age > self._timeout:
                 self._stop_all(
-                    f"process {process} was not heard of for {age:.0f} s: this one stops too, "
-                    "start all again to go on from the last checkpoint",
+                    f"process {process} has been silent for {age:.0f} s, so this one stops; "
+                    "start all of them again to resume from the last checkpoint",
                     RESTART,
                 )
         elif int(code) not in (0, RESTART) and age > _GRACE / 2:
@@ -230,13 +242,14 @@ class Watch(threading.Thread):
             code = error.code if isinstance(error.code, int) else 1
         elif isinstance(error, KeyboardInterrupt):
             code = RESTART
-            print("Interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+            message = "Interrupted: repeat the command to resume from the last checkpoint"
+            print(message, file=sys.stderr)
         elif hasattr(error, "exit_code"):
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         else:
             traceback.print_exception(error)
         if isinstance(error, jax.errors.JaxRuntimeError):
-            logging.warning("looking whether another process was lost")
+            logging.warning("checking whether another process was lost")
             time.sleep(self._timeout + 2 * self._period)  # If so, the watch ends this process.
         self.leave(f"{code} {str(error).splitlines()[0][:200] if str(error) else repr(error)}")
         sys.stdout.flush()
@@ -244,7 +257,7 @@ class Watch(threading.Thread):
         os._exit(code)
 
     def leave(self, status: str) -> None:
-        """Stops watching; process 0 has all messages, so it waits until the others have left."""
+        """Stops watching; process 0, which holds all messages, waits until the others have left."""
         self._stopped.set()
         self.join(2 * self._period)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -260,40 +273,40 @@ class Watch(threading.Thread):
         self._client.key_value_set(f"watch/{self._me}", value, allow_overwrite=True)
 
     def _read(self) -> dict[int, str]:
-        found = self._client.key_value_dir_get("watch/")
-        return {int(key.rpartition("/")[2]): value for key, value in found}
+        entries = self._client.key_value_dir_get("watch/")
+        return {int(key.rpartition("/")[2]): value for key, value in entries}
 
 
-def roll_call(place: Place, timeout: float) -> None:
+def roll_call(cluster: Cluster, timeout: float) -> None:
     """Waits until all processes have reached the coordinator; names those that have not.
 
-    It uses the coordinator's port, which is free again afterwards. `jax.distributed` would abort
-    all processes without naming the missing ones.
+    It uses the coordinator's port, which is free again afterwards. Without the roll call,
+    `jax.distributed` would abort all processes without naming the missing ones.
     """
     end = time.monotonic() + timeout
-    if place.process_id:
-        _answer(place, end, timeout)
+    if cluster.process_id:
+        _answer(cluster, end, timeout)
     else:
-        _call(place, end, timeout)
+        _call(cluster, end, timeout)
 
 
-def _call(place: Place, end: float, timeout: float) -> None:
-    """What process 0 does: it notes who comes, and tells all of them the outcome.
+def _call(cluster: Cluster, end: float, timeout: float) -> None:
+    """Process 0's part of the roll call: collects the others and tells them the outcome.
 
-    A guest that sends nothing, too much, or another text than a member sends is ignored.
+    A connection that sends nothing, too much, or anything but the line of a member is ignored.
     """
     members: dict[int, socket.socket] = {}
-    expected = set(range(1, place.num_processes))  # type: ignore[arg-type]
+    expected = set(range(1, cluster.num_processes))  # type: ignore[arg-type]
     problem = strange = ""
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_listen(place))
+        server = stack.enter_context(_listen(cluster))
         server.setblocking(False)
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(server, selectors.EVENT_READ)
         while not problem and members.keys() != expected:
             if time.monotonic() >= end:
                 missing = sorted(expected - members.keys())
-                problem = f"{_name(missing)} did not come within {timeout:g} s{strange}"
+                problem = f"{_name(missing)} did not report within {timeout:g} s{strange}"
                 break
             for key, _ in selector.select(max(0.0, min(1.0, end - time.monotonic()))):
                 if key.fileobj is server:
@@ -312,19 +325,19 @@ def _call(place: Place, end: float, timeout: float) -> None:
                 said = re.fullmatch(rb"\[(\d{1,9}), (\d{1,9})\]\n", heard)
                 process, count = map(int, said.groups()) if said else (0, 0)
                 if process in members:
-                    problem = f"two processes say that they are process {process}"
+                    problem = f"two processes claim to be process {process}"
                     _tell(guest, problem)
-                elif process in expected and count == place.num_processes:
+                elif process in expected and count == cluster.num_processes:
                     members[process] = guest
                 else:
                     if said:
-                        strange = f"; process {process} of {count} came"
-                        _tell(guest, f"there are {place.num_processes} processes{strange}")
-                    guest.close()  # Not one of us.
+                        strange = f"; process {process} of {count} reported"
+                        _tell(guest, f"there are {cluster.num_processes} processes{strange}")
+                    guest.close()
         for member in members.values():
             _tell(member, problem)
     if problem:
-        raise PeerLost(_not_all(problem, place))
+        raise PeerLost(_not_all(problem, cluster))
 
 
 def _tell(guest: socket.socket, problem: str) -> None:
@@ -333,15 +346,14 @@ def _tell(guest: socket.socket, problem: str) -> None:
         guest.sendall(f"{problem}\n".encode())
 
 
-def _listen(place: Place) -> socket.socket:
-    """A server at the coordinator's address, or at all of this host's addresses.
+def _listen(cluster: Cluster) -> socket.socket:
+    """A server at the coordinator's address, or at all addresses of this host.
 
-    If a service stands in front of this host, the coordinator's address is not its own.
+    The coordinator's address is not one of this host if a service forwards to it.
     """
-    host, port = _address(place)
+    host, port = _address(cluster)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, _, _, _, address in found:
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
                 return socket.create_server(address[:2], family=family, backlog=128)
             except OSError as error:
@@ -355,35 +367,35 @@ def _listen(place: Place) -> socket.socket:
         ) from error
 
 
-def _address(place: Place) -> tuple[str, int]:
-    host, _, port = place.coordinator.rpartition(":")  # type: ignore[union-attr]
+def _address(cluster: Cluster) -> tuple[str, int]:
+    host, _, port = cluster.coordinator.rpartition(":")  # type: ignore[union-attr]
     return host.strip("[]"), int(port)
 
 
-def _answer(place: Place, end: float, timeout: float) -> None:
-    """What the others do: report to process 0, and hear whether all have come."""
+def _answer(cluster: Cluster, end: float, timeout: float) -> None:
+    """The other processes' part: reports to process 0, and learns whether all have come."""
     failure: Exception = TimeoutError("no answer")
     while time.monotonic() < end + 5:
         try:
-            with socket.create_connection(_address(place), timeout=5.0) as connection:
-                connection.sendall(f"[{place.process_id}, {place.num_processes}]\n".encode())
+            with socket.create_connection(_address(cluster), timeout=5.0) as connection:
+                connection.sendall(f"[{cluster.process_id}, {cluster.num_processes}]\n".encode())
                 connection.settimeout(max(1.0, end + 5 - time.monotonic()))
                 with connection.makefile() as lines:
                     heard = lines.readline(_LONGEST)
             if heard.endswith("\n"):
                 if heard.strip():
-                    raise PeerLost(_not_all(heard.strip(), place))
+                    raise PeerLost(_not_all(heard.strip(), cluster))
                 return
         except OSError as error:
             failure = error
         time.sleep(0.2)
-    raise PeerLost(_not_all(f"process 0 did not answer within {timeout:g} s ({failure})", place))
+    raise PeerLost(_not_all(f"process 0 did not answer within {timeout:g} s ({failure})", cluster))
 
 
-def _not_all(problem: str, place: Place) -> str:
+def _not_all(problem: str, cluster: Cluster) -> str:
     return (
-        f"{problem}; {place.num_processes} processes meet at {place.coordinator}: see that each is "
-        "started with its own --process_id and can reach that address"
+        f"{problem}; {cluster.num_processes} processes meet at {cluster.coordinator}: check that "
+        "each is started with its own --process_id and can reach that address"
     )
 
 

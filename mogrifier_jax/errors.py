@@ -1,7 +1,7 @@
-"""The errors that end a run with a sentence for people.
+"""The errors that end a command with a sentence for people.
 
-`main.py` prints the message of these without a traceback, and exits with their code. Any other
-error is a bug and keeps its traceback.
+`main.py` prints their messages without a traceback, and exits with their codes. Any other exception
+is a bug and keeps its traceback.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ class UsageError(ValueError):
 
 
 def show(value: Any) -> str:
-    """A value as a sentence has it: on one line, and not too long."""
+    """A value for use in a sentence: on one line, and not too long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."
 
@@ -26,12 +26,12 @@ def check(condition: bool, message: str) -> None:
 
 
 class Diverged(RuntimeError):
-    """The numbers of a run are no longer finite."""
+    """The loss, a score or a weight of a run is no longer finite."""
 
     exit_code = 3
 
 
 class Interrupted(RuntimeError):
-    """The run was stopped on request and is saved; a launcher should start it again."""
+    """The run was saved and stopped on request; a launcher should start it again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again.

@@ -1,18 +1,20 @@
-"""Files that are read back: one function opens them, and a schema says what each must hold.
+"""Reading files back: only regular files, and each checked against a schema.
 
-What is wrong with a file becomes one sentence: its name, what does not fit, and the remedy. Only
-regular files are read, because a pipe may never have a writer and a device may have no end.
+Whatever is wrong with a file becomes one sentence with its name, the mismatch and the remedy. Only
+regular files are read, because opening a FIFO blocks until it has a writer, and a device such as
+/dev/zero never ends.
 
 A schema describes JSON:
 
     str, bool, dict, None       a value of this type
-    int, float                  a number; a bool is none, and an int is also a float
+    int, float                  a number; a bool is not a number, and an int is also a float
     Number(int, 0, 10)          a finite number between these limits
     (a, b)                      a value that fits one of these schemas
     "word"                      this text
     [a]                         a list of values that fit
-    {"key": a, "perhaps?": b}   an object that has `key`, may have `perhaps`, and may have more
-    {str: a}                    an object whose other values all fit
+    [a, b]                      a list of two values, of which the first fits a, the second b
+    {"key": a, "perhaps?": b}   an object with `key`, perhaps with `perhaps`, and other keys
+    {str: a}                    an object whose other values all fit this schema
 """
 
 import json
@@ -28,7 +30,7 @@ import numpy as np
 from mogrifier_jax import errors
 
 COPY = "restore it from a copy or use another workdir"
-_DEEPEST = 100  # No file of ours has more levels, and functions that recurse fail at about 1000.
+_DEEPEST = 100  # No file of ours has more levels, and recursion fails at about 1000.
 
 
 class Number(NamedTuple):
@@ -50,9 +52,9 @@ COUNT = Number(int, 0, 2**63 - 1)
 
 
 def open_regular(path: str | os.PathLike, remedy: str = COPY) -> IO[bytes]:
-    """Opens a file to read it; refuses what is not there or is not a regular file."""
+    """Opens a file for reading; refuses one that does not exist or is not a regular file."""
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        # O_NONBLOCK, because opening a FIFO would otherwise wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError):
@@ -66,7 +68,7 @@ def open_regular(path: str | os.PathLike, remedy: str = COPY) -> IO[bytes]:
 
 
 def find_irregular(folder: pathlib.Path) -> pathlib.Path | None:
-    """The first thing in a folder that is neither a regular file nor a folder, or None."""
+    """The first entry below a folder that is neither a regular file nor a folder, or None."""
     for place, _, names in os.walk(folder):
         for path in (pathlib.Path(place, name) for name in names):
             if not path.is_file():
@@ -75,8 +77,8 @@ def find_irregular(folder: pathlib.Path) -> pathlib.Path | None:
 
 
 def open_to_write(path: str | os.PathLike, flags: int = 0) -> IO[bytes]:
-    """Opens a file, a device or a pipe to write to; OSError if nobody reads the pipe."""
-    # A pipe that nobody reads is an error at once, instead of a wait for its reader.
+    """Opens a file, a device or a FIFO for writing; an OSError if the FIFO has no reader."""
+    # O_NONBLOCK, because opening a FIFO would otherwise wait for a reader.
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
     os.set_blocking(descriptor, True)
     return open(descriptor, "wb")
@@ -105,37 +107,37 @@ def read_json(path: str | os.PathLike, schema: Any = object, remedy: str = COPY)
 
 
 def parse_json(text: str | bytes, schema: Any, name: str, remedy: str = COPY) -> Any:
-    """The JSON of a file of this name, or of a part of it; it must fit the schema."""
+    """Parses JSON that fits a schema; `name` says in messages where it comes from."""
     try:
-        found = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_make_object)
     except (TypeError, ValueError, RecursionError) as error:
         raise _refusal(f"{name} is not valid JSON ({error})", remedy) from None
-    deep = isinstance(found, dict | list) and _is_deep(found)
-    reason = "it is nested too deeply" if deep else mismatch(found, schema)
+    deep = isinstance(value, dict | list) and _is_deep(value)
+    reason = "it is nested too deeply" if deep else mismatch(value, schema)
     if reason:
         raise _refusal(f"{name} is not as it was written: {reason}", remedy)
-    return found
+    return value
 
 
 def read_arrays(
     path: str | os.PathLike, schema: Mapping[str, Array], remedy: str = COPY
 ) -> dict[str, np.ndarray]:
-    """Reads a .npz file: every array of it, of which those in the schema must be there."""
+    """Reads all arrays of a .npz file, which must include those of the schema."""
     with open_regular(path, remedy) as file:
         try:
             # np.load would leave a damaged file open if it opened the file itself.
-            with np.load(file, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
-        # Damage comes as whatever the decoder that met it raises.
+            with np.load(file, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+        # A damaged file may raise anything, depending on which decoder meets the damage.
         except Exception as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise _refusal(f"{path} is not a .npz file ({reason})", remedy) from None
     for name, (kinds, ndim) in schema.items():
-        array = found.get(name)
+        array = arrays.get(name)
         if array is None or array.dtype.kind not in kinds or array.ndim != ndim:
-            there = "lacks" if array is None else f"has {array.dtype}{list(array.shape)} as"
-            raise _refusal(f"{path} {there} the array {name!r}", remedy)
-    return found
+            what = "lacks" if array is None else f"has {array.dtype}{list(array.shape)} as"
+            raise _refusal(f"{path} {what} the array {name!r}", remedy)
+    return arrays
 
 
 def mismatch(value: Any, schema: Any, name: str = "") -> str | None:
@@ -149,7 +151,11 @@ def mismatch(value: Any, schema: Any, name: str = "") -> str | None:
     if isinstance(schema, list):
         if not isinstance(value, list):
             return _wrong(name, value, "a list")
-        reasons = (mismatch(v, schema[0], f"{name}[{index}]") for index, v in enumerate(value))
+        if len(schema) > 1 and len(value) != len(schema):
+            return f"{name or 'it'} has {len(value)} values instead of {len(schema)}"
+        inner = schema if len(schema) > 1 else schema * len(value)
+        pairs = enumerate(zip(value, inner, strict=True))
+        reasons = (mismatch(v, s, f"{name}[{index}]") for index, (v, s) in pairs)
         return next((reason for reason in reasons if reason), None)
     if isinstance(schema, tuple) and not isinstance(schema, Number):
         if any(mismatch(value, each, name) is None for each in schema):
@@ -192,9 +198,19 @@ def _refusal(sentence: str, remedy: str) -> errors.UsageError:
     return errors.UsageError(f"{sentence}; {remedy}" if remedy else sentence)
 
 
-def _wrong(name: str, value: Any, wanted: str) -> str:
+def _wrong(name: str, value: Any, expected: str) -> str:
     kind = "null" if value is None else f"a {type(value).__name__}"
-    return f"{name or 'it'} is {kind} where {wanted} belongs"
+    return f"{name or 'it'} is {kind} instead of {expected}"
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a key that is there twice, Python would take the last value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r:.40} is there twice")
+    return found
 
 
 def _is_deep(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """The cores and accelerators of this machine, and how several processes share them.
 
-Processes that run side by side must not use the same devices. Programs that all use all cores wait
-for each other, so that two at once are slower than one after the other, and a TPU chip has room
-for one process only.
+Processes that run in parallel must not use the same devices: programs that each use all cores wait
+for each other, so that two at once are slower than one after the other, and only one process can
+open a TPU chip.
 """
 
 import contextlib
@@ -24,26 +24,26 @@ _counted_cores = False  # Whether `use_cores` decided how many CPU devices there
 def use_cores(count: int | None = None) -> None:
     """Gives JAX one CPU device for each core, or `count`; call it before any backend starts.
 
-    Without `count` it does nothing if the environment or JAX's own setting names a number.
+    Without `count` it does nothing if the environment or JAX's own setting gives a number.
     """
     global _counted_cores
     if count is not None:
         if not 1 <= count <= 1024:
             raise errors.UsageError(f"--cpu_devices={count} must be at least 1 and at most 1024")
-        # Processes that are started from here shall have the same number.
+        # For the processes that this one starts.
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     elif _named_count():
         return
     else:
         count, _counted_cores = len(usable_cores()), True
         if math.isfinite(quota()):
-            # XLA's thread pool has a thread for each core it sees, and it does not see the quota.
+            # XLA's thread pool has a thread for each core of the machine, ignoring the quota.
             os.environ.setdefault("NPROC", str(count))
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def _named_count() -> bool:
-    """Whether the user has named a number of CPU devices in one of JAX's ways."""
+    """Whether the user has set the number of CPU devices in one of JAX's ways."""
     in_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     return in_flags or jax.config.jax_num_cpu_devices >= 0  # type: ignore[attr-defined]
 
@@ -54,7 +54,7 @@ def counted_cores() -> bool:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may run on, no more than its container's quota allows."""
+    """The cores that this process may run on, limited by the quota of its container."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:
@@ -89,7 +89,7 @@ def _quota_of(group: pathlib.Path) -> float:
 
 
 class Share(NamedTuple):
-    """What one of several processes has to itself."""
+    """The part of the machine that one of several processes has to itself."""
 
     cores: frozenset[int]
     environment: Mapping[str, str]  # The variables by which it finds its accelerator.
@@ -115,19 +115,19 @@ def share(count: int) -> list[Share]:
 
 
 def name_chip(platform: str, chip: str) -> dict[str, str]:
-    """The variables by which a vendor's library shows one chip to a process, and no other."""
+    """The variables that make a vendor's library show only this chip to a process."""
     if platform == "tpu":
         return {
             "TPU_VISIBLE_CHIPS": chip,
             "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
             "TPU_PROCESS_BOUNDS": "1,1,1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # The library else allows one process on a host.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Otherwise one process per host.
         }
     return {"CUDA_VISIBLE_DEVICES": chip}
 
 
 def find_accelerators() -> tuple[str, str, list[str]]:
-    """The platform, the kind of its chips and their names; on CPUs there are none."""
+    """The platform, the kind of its chips, and their names, of which a CPU has none."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return "cpu", "cpu", []
     platform, kind, count = ask_jax()
@@ -139,9 +139,9 @@ def find_accelerators() -> tuple[str, str, list[str]]:
 
 
 def ask_jax() -> tuple[str, str, int]:
-    """The platform, kind and number of chips that JAX has here.
+    """The platform, kind and number of chips that JAX sees on this machine.
 
-    It is asked in a process of its own, because a process keeps the accelerators it has seen.
+    It is asked in another process, because a process keeps the accelerators that it has opened.
     """
     # The two cores of some TPU chips are two devices with the same coordinates.
     code = (
@@ -151,15 +151,45 @@ def ask_jax() -> tuple[str, str, int]:
     )
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:
-        reason = (asked.stderr.strip().splitlines() or ["no reason was given"])[-1]
-        raise errors.UsageError(f"the devices cannot be used ({reason}); see JAX_PLATFORMS")
+        reason = (asked.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+        raise errors.UsageError(f"the devices cannot be used ({reason}); check JAX_PLATFORMS")
     platform, kind, count = asked.stdout.strip().splitlines()[-1].split("|")
     return platform, kind, int(count)
 
 
+def describe_unused_accelerator() -> str | None:
+    """One sentence about an accelerator of this machine that JAX does not use, or None."""
+    if os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return None  # Either the user has chosen, or JAX has found it.
+    if any(pathlib.Path("/dev").glob("accel*")) or "TPU_ACCELERATOR_TYPE" in os.environ:
+        found, extra = "a TPU", "tpu"
+    elif driver := _nvidia_driver():
+        found, extra = "an NVIDIA GPU", "cuda13" if driver >= _CUDA_13_DRIVER else "cuda12"
+    else:
+        return None
+    return (
+        f"this machine has {found}, which JAX does not use, so the run is on the CPU; "
+        f'pip install "mogrifier_jax[{extra}]", or set JAX_PLATFORMS=cpu to hide this'
+    )
+
+
+_CUDA_13_DRIVER = 580  # The first driver that can run CUDA 13.
+
+
+def _nvidia_driver() -> int | None:
+    """The major version of NVIDIA's driver, if there is one and it sees a GPU."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    major = asked.stdout.strip().partition(".")[0]
+    return int(major) if asked.returncode == 0 and major.isdecimal() else None
+
+
 @contextlib.contextmanager
 def bound_to(cores: frozenset[int]) -> Iterator[None]:
-    """Makes processes that are started inside run on these cores, if the system allows it."""
+    """Restricts processes that are started in its block to these cores, where possible."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

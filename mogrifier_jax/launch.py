@@ -1,9 +1,9 @@
-"""Starts a run as several processes on this machine, and again when it was interrupted.
+"""Starts a run as several processes on this machine, and restarts it after an interruption.
 
     python -m mogrifier_jax.launch --processes=2 -- --config=experiments/pydoc.py:tiny
 
-Flags after `--` are those of `main.py`. The launcher passes SIGTERM and Ctrl-C on. Then every
-process saves the same step, and the launcher ends with code 75. If a process was preempted, killed
+Flags after `--` are those of `main.py`. The launcher forwards SIGTERM and Ctrl-C, upon which every
+process saves the same step and the launcher exits with code 75. If a process was preempted, killed
 or lost, the launcher starts all of them again, up to `--restarts` times. It does not repeat
 mistakes such as a wrong flag. On several machines a scheduler does this work: see launch/.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from mogrifier_jax import errors
+from mogrifier_jax import command_process, errors
 
 RESTART = errors.Interrupted.exit_code
 LIMITS = (
@@ -36,14 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=2, help="how many processes")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")
-    parser.add_argument("--restarts", type=int, default=100, help="how often to start again")
+    parser.add_argument("--restarts", type=int, default=100, help="how many restarts at most")
     parser.add_argument("--wait", type=float, default=5.0, help="seconds before a restart")
-    parser.add_argument("--grace", type=float, default=180.0, help="seconds before stragglers die")
+    parser.add_argument(
+        "--grace", type=float, default=180.0, help="seconds until the others are killed"
+    )
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="-- and the flags of main")
     options = parser.parse_args(arguments)
     for name, least, most in LIMITS:
         if not least <= getattr(options, name) <= most:
-            parser.error(f"--{name} {getattr(options, name)} is not from {least} to {most}")
+            parser.error(f"--{name} {getattr(options, name)} must be from {least} to {most}")
     flags = options.flags
     if flags[:1] == ["--"]:
         flags = flags[1:]
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Launcher:
-    """The processes of one run; if one fails, all end."""
+    """The processes of one run; if one fails, all are stopped."""
 
     def __init__(self, processes: int, devices: int, grace: float):
         self._count, self._devices, self._grace = processes, devices, grace
@@ -71,7 +73,7 @@ class Launcher:
     def run(self, flags: Sequence[str]) -> int:
         """Starts all processes, waits for them, and returns one exit code for all."""
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(self._devices)}
-        environment["MOGRIFIER_PARENT"] = str(os.getpid())  # They end if the launcher is killed.
+        environment[command_process.PARENT] = str(os.getpid())  # They end with it.
         environment.setdefault("NPROC", str(max(4, 2 * self._devices)))  # Fewer threads deadlock.
         address = f"127.0.0.1:{_free_port()}"
         command = [sys.executable, "-m", "mogrifier_jax.main", *flags]
@@ -80,7 +82,7 @@ class Launcher:
             subprocess.Popen(
                 [*command, f"--process_id={process}"],
                 env=environment,
-                process_group=0,  # Ctrl-C on a terminal is for the launcher, which passes it on.
+                process_group=0,  # The launcher forwards Ctrl-C of a terminal.
             )
             for process in range(self._count)
         ]
@@ -91,7 +93,7 @@ class Launcher:
         return combine(codes)
 
     def stop(self, number: int, _) -> None:
-        """Passes a signal on; after that nothing is started again."""
+        """Forwards a signal; nothing is restarted after that."""
         self.stopping = True
         for process in self._running:
             if process.poll() is None:
@@ -100,7 +102,7 @@ class Launcher:
     def _wait(self) -> list[int]:
         """Waits for the exit codes; if one process fails, the others have `grace` seconds."""
         deadline = None
-        # All are polled, because only that sets the code of a process that has ended.
+        # Polling all of them sets the return codes of those that have ended.
         while None in [process.poll() for process in self._running]:
             time.sleep(0.1)
             if deadline is None and any(process.returncode for process in self._running):
@@ -108,14 +110,14 @@ class Launcher:
             if deadline is not None and time.monotonic() > deadline:
                 for process in self._running:
                     if process.poll() is None:
-                        _say(f"pid {process.pid} is still there after {self._grace:g} s: killed")
+                        _say(f"pid {process.pid} is still running after {self._grace:g} s: killed")
                         process.kill()
                         process.wait()
         return [process.returncode for process in self._running]
 
 
 def combine(codes: Sequence[int]) -> int:
-    """One exit code for all: that of a mistake, else RESTART if any process failed, else 0."""
+    """One exit code for all: that of a mistake, or RESTART if any process failed, or 0."""
     for code in codes:
         if code > 0 and code != RESTART and code < 128:
             return code

@@ -1,15 +1,16 @@
-"""The cells and the fast RNN for Flax NNX: thin shells around the modules of linen.
+"""The cells and the fast RNN for Flax NNX: thin wrappers around the modules of linen.
 
     cell = mogrifier_jax.nnx.MogrifierLSTMCell(32, 64, rounds=5, rank=16, rngs=nnx.Rngs(0))
     ys = mogrifier_jax.nnx.RNN(cell)(xs)  # [batch, time, 32] to [batch, time, 64]
 
-A shell has the parameters, as `nnx.Param`s under their names in linen. It also has a linen module
-without parameters, which makes the initial values and computes the results. So initial values and
-equations are written once, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the linen
-cell.
+A wrapper holds the parameters, as `nnx.Param`s under their names in linen, and a linen module
+without parameters, which makes the initial values and computes the results. Initial values and
+equations are therefore written once, and `nnx.to_pure_dict(nnx.state(cell))` is the `params` of the
+linen cell.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,12 @@ import jax
 from flax import nnx
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import from_flax, layers, rnn
+from mogrifier_jax.nn import cells, from_flax, layers, meshes, rnn, step_by_step
 
 __all__ = [
     "RNN",
+    "ElmanCell",
+    "GRUCell",
     "LSTMCell",
     "MLSTMCell",
     "Mogrifier",
@@ -31,36 +34,85 @@ __all__ = [
 ]
 
 
-def _check_features(size: Any) -> None:
+def _check_features(name: str, size: Any) -> None:
     whole = isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
     errors.check(
-        whole, f"in_features {errors.show(size)} must be a whole number, at least 1 and below 2**31"
+        whole, f"{name} {errors.show(size)} must be a whole number, at least 1 and below 2**31"
     )
 
 
-class _Shell(nnx.Module):
+# Fields of linen modules that are not options of the modules here.
+_NOT_OPTIONS = ("features", "parent", "name")
+_ARGUMENTS = """Args:
+  in_features: the number of features of the inputs, D.
+  hidden_features: the number of hidden units, H, which is also the size of the output.
+  rngs: the streams of random numbers; "params" draws the parameters.
+  metadata: the metadata of parameters, by path, such as
+    `{"gates/input": {"out_sharding": (None, None, "model")}}`."""
+
+
+def _signature(fields: list[Any]) -> inspect.Signature:
+    """The signature of a module with these fields as options, in the order of Flax's cells."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    sizes = ("in_features", "hidden_features")
+    return inspect.Signature(
+        [
+            *(inspect.Parameter(name, kinds[0], annotation=int) for name in sizes),
+            *(
+                inspect.Parameter(f.name, kinds[1], default=f.default, annotation=f.type)
+                for f in fields
+            ),
+            inspect.Parameter("rngs", kinds[1], annotation=nnx.Rngs),
+            inspect.Parameter("metadata", kinds[1], default=None),
+        ]
+    )
+
+
+class _Wrapper(nnx.Module):
     """An NNX module with the parameters of a linen module, which is `spec`."""
 
     spec: Any
+    linen: Any  # The class of `spec`.
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Gives the class the signature and the arguments' descriptions of its linen class."""
+        super().__init_subclass__(**options)
+        if hasattr(cls, "linen"):
+            fields = [f for f in dataclasses.fields(cls.linen) if f.name not in _NOT_OPTIONS]
+            cls.__signature__ = _signature(fields)  # type: ignore[attr-defined]
+            described = layers.describe_arguments(field.name for field in fields)
+            described = described.replace("Args:", _ARGUMENTS, 1)
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{described}\n"
 
     def __init__(
         self,
         in_features: int,
-        hidden_features: int,
+        hidden_features: int | None = None,
         *,
         rngs: nnx.Rngs,
         metadata: Mapping[str, Mapping[str, Any]] | None = None,  # By path, as "gates/input".
         **options: Any,
     ):
-        _check_features(in_features)
+        known = inspect.signature(type(self)).parameters
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            size = "the size is called hidden_features, as in Flax; " * ("hidden_size" in unknown)
+            raise errors.UsageError(
+                f"{type(self).__name__} has no argument {', '.join(unknown)}; {size}it has "
+                f"{', '.join(known)}"
+            )
+        _check_features("in_features", in_features)
+        _check_features("hidden_features", hidden_features)
         self.in_features = in_features
         self.hidden_features = hidden_features
         params = self.init_linen(rngs.params(), options).get("params", {})
         metadata = metadata or {}
-        unknown = metadata.keys() - {f"{g}/{name}" for g, group in params.items() for name in group}
-        if unknown:
+        misplaced = metadata.keys() - {
+            f"{g}/{name}" for g, group in params.items() for name in group
+        }
+        if misplaced:
             raise errors.UsageError(
-                f"metadata for {', '.join(sorted(unknown))}, which is not a parameter of this "
+                f"metadata for {', '.join(sorted(misplaced))}, which is not a parameter of this "
                 f"{type(self).__name__}; its groups are {', '.join(params)}"
             )
         self.groups = tuple(params)
@@ -83,14 +135,8 @@ class _Shell(nnx.Module):
         }
 
 
-class CellShell(_Shell, nnx.RNNCellBase):
-    """The base class of all cells. `options` are the fields of the linen cell of the same name.
-
-    `metadata` gives `nnx.Param`s their metadata by path, such as
-    `{"gates/input": {"out_sharding": (None, None, "model")}}`.
-    """
-
-    linen: type[layers.Cell]
+class WrappedCell(_Wrapper, nnx.RNNCellBase):
+    """The base class of all cells. `options` are the fields of the linen cell of the same name."""
 
     def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
         """Makes the linen cell and its weights."""
@@ -104,12 +150,15 @@ class CellShell(_Shell, nnx.RNNCellBase):
     def initialize_carry(
         self, input_shape: tuple[int, ...], rngs: Any = None, carry_init: Any = None
     ) -> Any:
-        """The zero carry for inputs of this shape, unless `carry_init` draws another."""
-        zeros = self.spec.initialize_carry(None, input_shape)
-        if carry_init is None:
-            return zeros
-        stream = rngs.carry if isinstance(rngs, nnx.Rngs) else rngs
-        return jax.tree.map(lambda a: carry_init(stream(), a.shape, a.dtype), zeros)
+        """The carry that a sequence starts from: `LSTMCarry(c, h)`, or h of a GRU or Elman cell.
+
+        Args:
+          input_shape: the shape of the inputs, [..., in_features].
+          rngs: the streams, or the stream, that `carry_init` draws from.
+          carry_init: draws the carry instead of the cell's own `carry_init`, which is zeros.
+        """
+        cell = self.spec if carry_init is None else self.spec.clone(carry_init=carry_init)
+        return cell.initialize_carry(_carry_key(cell, rngs), input_shape)
 
     @property
     def num_feature_axes(self) -> int:
@@ -117,7 +166,24 @@ class CellShell(_Shell, nnx.RNNCellBase):
         return 1
 
 
-class MogrifierLSTMCell(CellShell):
+def _carry_key(cell: layers.Cell, rngs: nnx.Rngs | nnx.RngStream | None) -> jax.Array | None:
+    """A key for the `carry_init` of a linen cell; None if it draws nothing."""
+    if cell.carry_init is jax.nn.initializers.zeros:
+        return None
+    stream: Any = _stream(rngs, "carry") if isinstance(rngs, nnx.Rngs) else rngs
+    errors.check(
+        stream is not None,
+        "carry_init needs random numbers: give rngs=nnx.Rngs(carry=0), or a stream of it",
+    )
+    return stream()
+
+
+def _stream(rngs: nnx.Rngs, name: str) -> Any:
+    """The stream of this name, or the default one; None if there is neither."""
+    return getattr(rngs, name) if name in rngs or "default" in rngs else None
+
+
+class MogrifierLSTMCell(WrappedCell):
     """LSTM whose x and h gate each other first (arXiv:1909.01792); 0 rounds is the LSTM.
 
     >>> cell = MogrifierLSTMCell(4, 8, rounds=5, rank=3, rngs=nnx.Rngs(0))
@@ -129,37 +195,49 @@ class MogrifierLSTMCell(CellShell):
     linen = layers.MogrifierLSTMCell
 
 
-class LSTMCell(CellShell):
+class LSTMCell(WrappedCell):
     """The LSTM of the paper's baselines: capped input gate, random biases."""
 
     linen = layers.LSTMCell
 
 
-class MLSTMCell(CellShell):
+class MLSTMCell(WrappedCell):
     """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative."""
 
     linen = layers.MLSTMCell
 
 
-class RewiredLSTMCell(CellShell):
+class RewiredLSTMCell(WrappedCell):
     """Rewired LSTM (arXiv:2211.01848) whose x and h gate each other first."""
 
     linen = layers.RewiredLSTMCell
 
 
-class MogrifierGRUCell(CellShell):
+class MogrifierGRUCell(WrappedCell):
     """GRU whose x and h gate each other first."""
 
     linen = layers.MogrifierGRUCell
 
 
-class MogrifierElmanCell(CellShell):
+class GRUCell(WrappedCell):
+    """GRU, which computes what Flax's GRU computes; its carry is h."""
+
+    linen = layers.GRUCell
+
+
+class MogrifierElmanCell(WrappedCell):
     """Elman network whose x and h gate each other first."""
 
     linen = layers.MogrifierElmanCell
 
 
-class Mogrifier(_Shell):
+class ElmanCell(WrappedCell):
+    """Elman network, which computes what `nnx.SimpleCell` computes; its carry is h."""
+
+    linen = layers.ElmanCell
+
+
+class Mogrifier(_Wrapper):
     """The gating alone, for any two vectors: (x [..., D], h [..., H]) to the same shapes.
 
     >>> x, h = Mogrifier(4, 8, rounds=4, rngs=nnx.Rngs(0))(jax.numpy.ones(4), jax.numpy.ones(8))
@@ -167,16 +245,23 @@ class Mogrifier(_Shell):
     ((4,), (8,))
     """
 
+    linen = layers.Mogrifier
+
     def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
         """Makes the linen module and the weights of all rounds."""
-        _check_features(self.hidden_features)
-        self.spec = layers.Mogrifier(**options, parent=None)
+        self.spec = self.linen(**options, parent=None)
         sizes = (self.in_features, self.hidden_features)
         return self.spec.init(key, *(jax.numpy.zeros(size, self.spec.dtype) for size in sizes))
 
     def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns x and h; the gates of each read the other."""
         return self.spec.apply({"params": self.params()}, x, h)
+
+
+def _fork(rngs: nnx.Rngs, name: str) -> Any:
+    """A stream that is forked from that of this name; None, as data of a module, without one."""
+    stream = _stream(rngs, name)
+    return nnx.data(None) if stream is None else stream.fork()
 
 
 class RNN(nnx.Module):
@@ -186,9 +271,17 @@ class RNN(nnx.Module):
     >>> nnx.jit(rnn)(jax.numpy.ones((2, 7, 4))).shape  # [batch, time, features]
     (2, 7, 8)
 
-    `fast`, `remat_window` and `state_dropout` are those of `mogrifier_jax.RNN`. State dropout
-    draws from the stream "dropout" of `rngs`, and stops in `eval()`. Flax's own LSTM, GRU and
-    simple cell are fast too; other cells run step by step.
+    Flax's own LSTM, GRU and simple cell are fast too; other cells run step by step.
+
+    Args:
+      cell: a cell of this package or of NNX. What follows it up to `rngs` is as in `nnx.RNN`.
+      rngs: the streams "carry", for a cell with `carry_init`, and "dropout", for masks.
+      fast: False runs a plain scan, which forward-mode derivatives need.
+      remat_window: saves memory: the carry is kept only once in this many steps, and what lies
+        between is computed again in the backward pass.
+      state_dropout: the rate at which units of the h that the gates read are dropped, the same
+        units at every step.
+      deterministic: whether masks are left out; `eval()` sets it.
     """
 
     def __init__(
@@ -208,6 +301,7 @@ class RNN(nnx.Module):
         state_dropout: float = 0.0,
         deterministic: bool = False,
     ):
+        rnn.check_cell(cell, "nnx")
         self.cell = cell
         self.time_major = time_major
         self.return_carry = return_carry
@@ -216,22 +310,28 @@ class RNN(nnx.Module):
         self.unroll = unroll
         self.state_axes = state_axes
         self.broadcast_rngs = broadcast_rngs
-        # For the initial carry. The cells of this package start from zeros, so they get no stream:
-        # in its tree mode NNX differentiates by all that a module has, and a stream has integers.
         errors.check(
-            isinstance(rngs, nnx.Rngs | bool), f"rngs {rngs!r} must be nnx.Rngs, True or False"
+            isinstance(rngs, nnx.Rngs | nnx.RngStream | bool),
+            f"rngs {errors.show(rngs)} must be nnx.Rngs, an nnx.RngStream, True or False",
         )
+        # For the initial carry. Cells of this package that start from zeros get no stream: in its
+        # tree mode NNX differentiates by all that a module has, and a stream has integers.
+        carry_init = cell.spec.carry_init if isinstance(cell, WrappedCell) else None
+        draws = carry_init is not jax.nn.initializers.zeros
+        self.rngs = nnx.data(None)
         if isinstance(rngs, nnx.Rngs):
-            self.rngs = rngs.carry.fork()
-        elif rngs is True and not isinstance(cell, CellShell):
+            self.rngs = _fork(rngs, "carry")
+        elif isinstance(rngs, nnx.RngStream):
+            self.rngs = rngs
+        elif rngs and draws:
             self.rngs = nnx.RngStream(0, tag="carry")
-        else:
-            self.rngs = nnx.data(None)
         self.fast = fast
         self.remat_window = remat_window
         self.state_dropout = state_dropout
         self.deterministic = deterministic
-        self.dropout_rngs = rngs.dropout.fork() if isinstance(rngs, nnx.Rngs) else nnx.data(None)
+        self.dropout_rngs = nnx.data(None)
+        if isinstance(rngs, nnx.Rngs):
+            self.dropout_rngs = _fork(rngs, "dropout")
 
     def __call__(
         self,
@@ -245,26 +345,44 @@ class RNN(nnx.Module):
         keep_order: bool | None = None,
         rngs: Any = None,
         deterministic: bool | None = None,
+        resets: jax.Array | None = None,
     ) -> Any:
-        """Runs the cell over sequences; the arguments mean what they mean in `nnx.RNN`."""
+        """Runs the cell over sequences, with the arguments of `nnx.RNN` and two more.
+
+        Args:
+          inputs: [..., time, features], or [time, ..., features] if `time_major`.
+          deterministic: True leaves all masks out.
+          resets: [..., time], or [time, ...] if `time_major`: the steps that start from
+            `cell.initialize_carry` instead of the carry of the step before, as in
+            `mogrifier_jax.RNN`.
+
+        Returns:
+          the outputs [..., time, hidden]; (carry, outputs) if `return_carry`.
+        """
         given = dict(
             initial_carry=initial_carry,
-            seq_lengths=rnn.check_sequences(self.cell, inputs, seq_lengths),
+            seq_lengths=rnn.check_sequences(self.cell, inputs, seq_lengths, "nnx"),
             return_carry=return_carry,
             time_major=time_major,
             reverse=reverse,
             keep_order=keep_order,
         )
-        found = self.in_linen()
-        if found is None:
-            return self.in_flax()(inputs, rngs=self.rngs if rngs is None else rngs, **given)
+        carry_rngs = self.rngs if rngs is None else rngs
+        counterpart = self.in_linen()
+        if counterpart is None:
+            if resets is not None:
+                return self.run_step_by_step(inputs, resets, carry_rngs, **given)
+            ours = isinstance(self.cell, WrappedCell)
+            if isinstance(initial_carry, cells.LSTMCarry) and not ours:
+                given["initial_carry"] = tuple(initial_carry)  # What Flax's LSTM returns.
+            return self.in_flax()(inputs, rngs=carry_rngs, **given)
         names = ("time_major", "return_carry", "reverse", "keep_order", "unroll", "fast")
         options = {name: getattr(self, name) for name in (*names, "remat_window", "state_dropout")}
         deterministic = self.deterministic if deterministic is None else deterministic
-        module = rnn.RNN(found.cell, **options, deterministic=deterministic, parent=None)
+        module = rnn.RNN(counterpart.cell, **options, deterministic=deterministic, parent=None)
         keys = {}
         if module.draws(None):
-            stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
+            stream = _stream(rngs, "dropout") if isinstance(rngs, nnx.Rngs) else self.dropout_rngs
             if stream is None:
                 masked = self.state_dropout and f"state_dropout {self.state_dropout}"
                 raise errors.UsageError(
@@ -272,7 +390,38 @@ class RNN(nnx.Module):
                     "call rngs=nnx.Rngs(dropout=0), or set deterministic=True"
                 )
             keys = {"dropout": stream()}
-        return module.apply({"params": {"cell": found.params}}, inputs, rngs=keys, **given)
+        if isinstance(self.cell, WrappedCell) and (initial_carry is None or resets is not None):
+            given["init_key"] = _carry_key(self.cell.spec, carry_rngs)
+        variables = {"params": {"cell": counterpart.params}}
+        return module.apply(variables, inputs, resets=resets, rngs=keys, **given)
+
+    def run_step_by_step(
+        self, inputs: jax.Array, resets: jax.Array, rngs: Any, initial_carry: Any, **given: Any
+    ) -> Any:
+        """Runs any cell as `nnx.RNN` does, with the same keywords, and resets."""
+        names = ("return_carry", "time_major", "reverse", "keep_order")
+        given |= {name: getattr(self, name) for name in names if given.get(name) is None}
+        run = step_by_step.Run(inputs, resets, self.cell.num_feature_axes, **given)
+        rngs = _fork(rngs, "carry") if isinstance(rngs, nnx.Rngs) else rngs
+        start = self.cell.initialize_carry(run.input_shape, rngs)
+        broadcast = nnx.All(nnx.RngState, self.broadcast_rngs)
+        state_axes = nnx.StateAxes({broadcast: None, **(self.state_axes or {...: nnx.Carry})})
+
+        def scan(step: Any, in_axes: int, out_axes: Any) -> Any:
+            scanned = nnx.scan(
+                step,
+                in_axes=(state_axes, nnx.Carry, in_axes),
+                out_axes=(nnx.Carry, out_axes),
+                unroll=self.unroll,
+            )
+            split = nnx.split_rngs(splits=1, only=self.broadcast_rngs, squeeze=True)
+            return split(scanned)
+
+        carry = start
+        if initial_carry is not None:
+            carry = step_by_step.match_structure(initial_carry, start)
+        start, carry = meshes.shard_carry((start, carry), inputs, run.batch_axes)
+        return run(scan, self.cell, start, carry)
 
     def in_flax(self) -> nnx.RNN:
         """Flax's own RNN, for a cell that must run step by step."""
@@ -282,7 +431,7 @@ class RNN(nnx.Module):
 
     def in_linen(self) -> from_flax.Pair | None:
         """The linen cell and its parameters; None if the cell must run step by step."""
-        if isinstance(self.cell, CellShell):
+        if layers.has_standard_step(type(self.cell), WrappedCell):
             return from_flax.Pair(self.cell.spec, self.cell.params())
         if not self.fast or getattr(self.cell, "carry_init", None) is not None:
             return None
@@ -292,13 +441,13 @@ class RNN(nnx.Module):
             return None
 
 
-def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> CellShell:
+def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> WrappedCell:
     """Makes the NNX cell of a linen cell and its parameters."""
-    make = {shell.linen: shell for shell in CellShell.__subclasses__()}[type(cell)]
-    fields = {field.name for field in dataclasses.fields(cell)} - {"hidden_size", "parent", "name"}
+    make: Any = {wrapper.linen: wrapper for wrapper in WrappedCell.__subclasses__()}[type(cell)]
+    fields = {field.name for field in dataclasses.fields(cell)} - set(_NOT_OPTIONS)
     options = {name: getattr(cell, name) for name in fields}
-    shell = make(in_features, cell.hidden_size, rngs=nnx.Rngs(0), **options)
+    module = make(in_features, cell.features, rngs=nnx.Rngs(0), **options)
     for group, leaves in params.items():
         for name, leaf in leaves.items():
-            getattr(shell, group)[name][...] = leaf
-    return shell
+            getattr(module, group)[name][...] = leaf
+    return module

@@ -1,8 +1,8 @@
-"""The mesh ("data", "model") of the devices, and which part of an array each device has.
+"""The mesh ("data", "model") of the devices, and how arrays are sharded over it.
 
-The axis "data" splits the batch, and "model" splits wide dimensions. `LOGICAL_AXES` gives the
-meaning of a parameter's axes by its name, and `MESH_AXES` says which of them are split. Other
-modules use no mesh axis but "data".
+The axis "data" splits the batch, and "model" splits wide dimensions. `LOGICAL_AXES` names the axes
+of a parameter by the end of its path, and `MESH_AXES` maps these names to axes of the mesh. Outside
+this module only the axis "data" is mentioned.
 """
 
 from typing import Any
@@ -36,9 +36,9 @@ MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
 
 
 def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
-    """A mesh of all devices; an axis of -1 gets all that the other axis leaves.
+    """A mesh of all devices; an axis of size -1 gets what the other axis leaves.
 
-    If `use_cores` chose the number of devices, sizes without -1 take only as many as they need.
+    If `use_cores` chose the number of devices, a mesh without -1 uses only as many as it needs.
     """
     if devices is None and -1 not in (data, model) and hardware.counted_cores():
         devices = jax.devices()[: max(1, data * model)]
@@ -73,7 +73,7 @@ def mesh_shape(data: int, model: int, count: int) -> tuple[int, int]:
 
 
 def shrink(mesh: Mesh, size: int) -> Mesh:
-    """The part of a mesh with the first `size` places on the axis "data"."""
+    """The first `size` rows of a mesh along the axis "data"."""
     return Mesh(mesh.devices[:size], mesh.axis_names, axis_types=mesh.axis_types)
 
 
@@ -123,7 +123,7 @@ def with_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that every device has whole."""
+    """The sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -132,7 +132,7 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else jax.device_put(tree, replicated(mesh))
 
 
-def _spec(path, shape, mesh) -> PartitionSpec:
+def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
     if "carry" in names:
         names = ["carry", names[-1]]
@@ -143,8 +143,8 @@ def _spec(path, shape, mesh) -> PartitionSpec:
     else:
         return PartitionSpec()
     split = [MESH_AXES.get(axis) for axis in axes]
-    # A vocabulary that the mesh does not divide stays whole. `check_hidden_size` has refused other
-    # sizes that the mesh does not divide.
+    # A vocabulary that the mesh does not divide is replicated. Other sizes that it does not divide
+    # were refused by `check_hidden_size`.
     fits = [
         axis if axis and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(split, shape, strict=True)

@@ -1,14 +1,12 @@
 # %% [markdown]
 # # Quickstart
 #
-# The Mogrifier LSTM as a cell in a Flax model of your own: define, train, sample. It needs a minute
-# or two on a CPU. Then the same in one line, with everything that an experiment of this package
-# brings along.
+# This notebook trains the Mogrifier LSTM as a cell of an ordinary Flax model, next to an LSTM with
+# the same number of parameters, and samples from it, which takes a few minutes on a CPU. Then it
+# loads the trained model that comes with the package.
 
 # %%
 import os
-import pathlib
-import pydoc_data.topics
 
 import flax.linen as nn
 import jax
@@ -18,45 +16,48 @@ import numpy as np
 import optax
 
 import mogrifier_jax
-from mogrifier_jax import RNN, MogrifierLSTMCell, configs
-from mogrifier_jax.training import train
+from mogrifier_jax import RNN, MogrifierLSTMCell
+from mogrifier_jax.data import corpora
 
-QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Seconds instead of minutes: for tests.
-RUNS = pathlib.Path(os.environ.get("MOGRIFIER_RUNS", "../runs"))
+QUICK = bool(os.environ.get("MOGRIFIER_QUICK"))  # Train for seconds only, as tests do.
 plt.rcParams.update({"figure.figsize": (7, 3), "figure.dpi": 90, "axes.grid": True})
 
 # %% [markdown]
 # ## A model
 #
-# `RNN` is Flax's `nn.RNN` with the fast recurrence: the same arguments, parameters and results.
-# `rounds=0` makes the cell an LSTM; `rank` factorises the gating matrices.
+# `RNN` takes the same arguments as Flax's `nn.RNN` and has the same parameters and results, but a
+# faster recurrence. `rounds` is how often x and h gate each other before the LSTM reads them, so a
+# cell with `rounds=0` is an LSTM. `rank` factorises the gating matrices.
 
 
 # %%
 class CharacterModel(nn.Module):
     vocab_size: int
-    rounds: int = 5
+    features: int
+    rounds: int
 
     @nn.compact
     def __call__(self, tokens, carry=None):
         x = nn.Embed(self.vocab_size, 64)(tokens)
-        rnn = RNN(MogrifierLSTMCell(128, rounds=self.rounds, rank=16), return_carry=True)
+        cell = MogrifierLSTMCell(self.features, rounds=self.rounds, rank=16)
+        rnn = RNN(cell, return_carry=True)
         carry, y = rnn(x, initial_carry=carry)
-        return nn.Dense(self.vocab_size)(y), carry
+        return carry, nn.Dense(self.vocab_size)(y)
 
 
 # %% [markdown]
 # ## A text
 #
-# Python's own help: nothing to download. Each row of `batch(step)` is a piece of text, and the next
-# character is what has to be predicted.
+# The package comes with a small corpus, `pydoc`: the help texts of Python, character by character.
+# Each row of `batch(step)` is a random piece of the training text, in which every next character is
+# to be predicted.
 
 # %%
-text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-letters = sorted(set(text))
-ids = np.array([letters.index(letter) for letter in text], np.int32)
-held_out, ids = ids[:20_000], ids[20_000:]
-print(f"{len(text):,} characters, {len(letters)} different ones")
+corpus = corpora.load_corpus("pydoc")
+vocab = corpus.vocabulary
+ids = corpus.train.tokens.astype(np.int32)
+print(f"{len(ids):,} characters to train on, {len(vocab)} different ones")
+print(vocab.decode(ids[100_000:100_300]))
 
 
 def batch(step, rows=32, length=64):
@@ -67,7 +68,25 @@ def batch(step, rows=32, length=64):
 # %% [markdown]
 # ## Training
 #
-# The Mogrifier and, for comparison, the LSTM of the same width.
+# For a fair comparison both models have the same number of parameters: the LSTM is as wide as it
+# can be with no more parameters than the Mogrifier.
+
+
+# %%
+def count_parameters(model):
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    return sum(leaf.size for leaf in jax.tree.leaves(variables))
+
+
+mogrifier = CharacterModel(len(vocab), features=128, rounds=5)
+widths = [CharacterModel(len(vocab), features, rounds=0) for features in range(128, 160)]
+lstm = max(
+    (model for model in widths if count_parameters(model) <= count_parameters(mogrifier)),
+    key=count_parameters,
+)
+models = {"LSTM": lstm, "Mogrifier": mogrifier}
+for name, model in models.items():
+    print(f"{name:10s} {model.features} features, {count_parameters(model):,} parameters")
 
 
 # %%
@@ -78,7 +97,7 @@ def fit(model, steps):
     @jax.jit
     def update(params, state, tokens):
         def loss_fn(params):
-            logits, _ = model.apply(params, tokens[:, :-1])
+            _, logits = model.apply(params, tokens[:, :-1])
             labels = tokens[:, 1:]
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -93,11 +112,7 @@ def fit(model, steps):
     return params, losses
 
 
-STEPS = 10 if QUICK else 300
-models = {
-    "LSTM": CharacterModel(len(letters), rounds=0),
-    "Mogrifier": CharacterModel(len(letters), rounds=5),
-}
+STEPS = 10 if QUICK else 500
 fitted = {name: fit(model, STEPS) for name, model in models.items()}
 
 # %%
@@ -105,70 +120,74 @@ fig, axes = plt.subplots()
 for (name, (_, losses)), colour in zip(fitted.items(), ("tab:orange", "tab:blue"), strict=True):
     smooth = np.convolve(np.array(losses) / np.log(2), np.ones(10) / 10, "valid")
     axes.plot(smooth, color=colour, label=name)
-axes.set(xlabel="steps", ylabel="bits per character", title="training loss, mean of 10 steps")
+axes.set(
+    xlabel="steps",
+    ylabel="bits per character",
+    title="Training loss on Python's help texts, means of 10 steps",
+)
 axes.legend()
 plt.show()
 
 
 # %% [markdown]
-# How well do they do on a text that they have not seen?
+# How well do they predict a text that they have not seen?
 
 
 # %%
 def score(name):
     model, (params, _) = models[name], fitted[name]
-    tokens = jnp.asarray(held_out[: len(held_out) // 128 * 128].reshape(16, -1))
-    logits, _ = jax.jit(model.apply)(params, tokens[:, :-1])
+    unseen = corpus.valid.tokens.astype(np.int32)
+    tokens = jnp.asarray(unseen[: len(unseen) // 16 * 16].reshape(16, -1))
+    _, logits = jax.jit(model.apply)(params, tokens[:, :-1])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return float(nats.mean()) / np.log(2)
 
 
 for name in models:
-    size = sum(leaf.size for leaf in jax.tree.leaves(fitted[name][0]))
-    print(f"{name:10s} {size:,} parameters, {score(name):.3f} bits per character")
+    print(f"{name:10s} {score(name):.3f} bits per character on validation data")
 
 # %% [markdown]
 # ## Sampling
 #
-# One character at a time; the carry holds all that was read.
+# Characters are drawn one at a time; the carry holds what the model remembers of those before.
 
 
 # %%
 def write(name, prompt, length, temperature=0.6, seed=0):
     model, (params, _) = models[name], fitted[name]
     step = jax.jit(model.apply)
-    tokens = jnp.asarray([[letters.index(letter) for letter in prompt]])
-    logits, carry = step(params, tokens)
-    written = prompt
+    tokens = jnp.asarray(vocab.encode(prompt), jnp.int32)[None]
+    carry, logits = step(params, tokens)
+    written = []
     for key in jax.random.split(jax.random.key(seed), length):
         token = jax.random.categorical(key, logits[:, -1] / temperature)
-        written += letters[int(token[0])]
-        logits, carry = step(params, token[:, None], carry)
-    return written
+        written.append(int(token[0]))
+        carry, logits = step(params, token[:, None], carry)
+    return prompt + vocab.decode(np.array(written))
 
 
 print(write("Mogrifier", "The statement ", 20 if QUICK else 300))
 
 # %% [markdown]
-# ## The whole experiment
+# ## A trained model
 #
-# Two normalised layers, weight averaging, checkpoints, a searched softmax temperature:
-# `experiments/pydoc.py` is such a run. It is trained here unless its workdir exists, and
-# `mogrifier_jax.load` opens it.
+# `experiments/pydoc.py` trains on the same text, with two layers, layer normalisation, weight
+# averaging, checkpoints and a tuned learning rate. Its result comes with the package.
+# `mogrifier_jax.load` also opens the workdir of a run of your own, such as the one that
+# `make train` leaves in `runs/pydoc`.
 
 # %%
-variant = ":tiny" if QUICK else ""
-workdir = RUNS / f"pydoc{variant.replace(':', '_')}"
-if not (workdir / "results.json").exists():
-    train.train_and_evaluate(configs.load_config(f"../experiments/pydoc.py{variant}"), str(workdir))
-model = mogrifier_jax.load(workdir)
-print(model)
+model = mogrifier_jax.load("pydoc")
+print(f"{model.model.num_layers} layers of {model.model.hidden_size}, step {model.info['step']:,}")
 
 # %%
 print(model.generate("The statement ", length=20 if QUICK else 300, temperature=0.6)[0])
 
+# %% [markdown]
+# The model also scores a text, character by character: a long bar is a surprise.
+
 # %%
-score = model.score("The lambda form creates a function.")
-print(f"{score.bits_per_token:.3f} bits per character")
-for token, nats in list(zip(score.tokens, score.nats, strict=True))[:12]:
+scored = model.score("The lambda form creates a function.")
+print(f"{scored.bits_per_token:.3f} bits per character")
+for token, nats in list(zip(scored.tokens, scored.nats, strict=True))[:12]:
     print(f"{token!r:5} {nats / np.log(2):6.2f} bits {'#' * round(4 * nats)}")

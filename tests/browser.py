@@ -74,6 +74,12 @@ class Browser:
         mouse = {"type": "pointer", "id": "mouse", "actions": steps}
         self._call("/actions", {"actions": [mouse]})
 
+    def resize(self, width, height):
+        """Shows pages as in a window of this size, which may be as narrow as a phone."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
+        self._call("/goog/cdp/execute", command)
+
     def logs(self, kind):
         """What was logged since last asked, of "browser" or "performance"."""
         return self._call("/se/log", {"type": kind})

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -48,6 +49,16 @@ def pytest_collection_finish():
     # for garbage, again and again, would take a tenth of the time.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.fixture(autouse=True)
+def same_log_levels():
+    """Keeps a test that runs `main`, which sets absl's verbosity, from silencing later ones."""
+    loggers = [logging.getLogger(), logging.getLogger("absl")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

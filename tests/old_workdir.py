@@ -23,7 +23,7 @@ import numpy as np
 
 import mogrifier_jax
 from mogrifier_jax import errors
-from mogrifier_jax.evaluation import eval_options, scoring
+from mogrifier_jax.evaluation import eval_options, evaluate_command
 from mogrifier_jax.training import metrics, train
 
 WORKDIR = pathlib.Path(__file__).parent / "data" / "workdir_v1"
@@ -96,7 +96,7 @@ def evaluate(workdir, **changes):
     """Nats on validation data by each method of `--mode=evaluate`."""
     chosen = eval_options.defaults()
     chosen.update_from_flattened_dict(OPTIONS | changes)
-    (evaluation,) = scoring.run([str(workdir)], chosen)
+    (evaluation,) = evaluate_command.evaluate_workdirs([str(workdir)], chosen)
     return {row["method"]: row["nats"] for row in evaluation["results"]}
 
 

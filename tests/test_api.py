@@ -13,13 +13,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mogrifier_jax
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.evaluation import eval_options, scoring, trained
+from mogrifier_jax.evaluation import (
+    eval_options,
+    evaluate_command,
+    loading,
+    sample_command,
+    text_sampling,
+    trained_model,
+)
 from mogrifier_jax.nn import models
 from tests import quick
 from tests import workdir as workdirs
 
 CELLS = (
-    *("LSTMCell", "MLSTMCell", "RewiredLSTMCell"),
+    *("ElmanCell", "GRUCell", "LSTMCell", "MLSTMCell", "RewiredLSTMCell"),
     *("MogrifierElmanCell", "MogrifierGRUCell", "MogrifierLSTMCell"),
 )
 B, T, D, H = 8, 5, 4, 6
@@ -28,7 +35,7 @@ LENGTHS = np.array([5, 2, 3, 1, 5, 4, 3, 2])
 
 
 def test_names():
-    expected = {*CELLS, "Mogrifier", "RNN", "LanguageModel", "load", "TrainedModel"}
+    expected = {*CELLS, "Mogrifier", "RNN", "LanguageModel", "load", "TrainedModel", "LSTMCarry"}
     expected |= {"from_flax", "from_pytorch", "nnx"}
     assert set(mogrifier_jax.__all__) == expected <= set(dir(mogrifier_jax))
     for name in expected:
@@ -70,7 +77,7 @@ def test_modules_can_be_imported_from_the_package():
 
 
 def make_rnn(name, **cell_options):
-    cell = getattr(mogrifier_jax, name)(hidden_size=H, **cell_options)
+    cell = getattr(mogrifier_jax, name)(features=H, **cell_options)
     return nn.RNN(cell, return_carry=True)
 
 
@@ -87,7 +94,8 @@ def test_cells_train_in_float32_and_bfloat16(name):
 
     def loss(variables, rnn):
         ys, carry = outputs(rnn, variables)
-        return jnp.sin(ys.astype(jnp.float32)).sum() + carry.h.astype(jnp.float32).sum(), ys
+        h = jax.tree.leaves(carry)[-1]
+        return jnp.sin(ys.astype(jnp.float32)).sum() + h.astype(jnp.float32).sum(), ys
 
     @quick.jit
     def run(key):
@@ -162,7 +170,7 @@ def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     chosen = eval_options.defaults()
     with chosen.unlocked():
         chosen.update(text=str(tmp_path / "some.txt"), temperature="saved")
-    row = scoring.run([str(workdir)], chosen)[0]["results"][0]
+    row = evaluate_command.evaluate_workdirs([str(workdir)], chosen)[0]["results"][0]
     score = model.score(SOME)
     assert row["tokens"] == len(score.tokens) == len(score.nats) == len(SOME)
     assert score.nats_per_token == pytest.approx(row["nats"], rel=1e-6)
@@ -170,11 +178,11 @@ def test_a_score_is_that_of_the_command_line(model, workdir, tmp_path):
     assert score.perplexity == pytest.approx(row["perplexity"], rel=1e-5)
     assert score.tokens[:6] == ["a", " ", "x", "▼", "b", "b"]
     assert score.unknown == []
-    # The temperature is the checkpoint's unless given, and the state is carried over windows.
-    assert model.temperature == 0.9
+    # The logit scale is the checkpoint's unless given, and the state is carried over windows.
+    assert model.logit_scale == 0.9
     assert abs(model.score(SOME, logit_scale=1.0).nats_per_token - row["nats"]) > 1e-4
-    late = model.score(SOME[trained.WINDOW :])
-    assert abs(late.nats - score.nats[trained.WINDOW :]).max() > 1e-4
+    late = model.score(SOME[trained_model.WINDOW :])
+    assert abs(late.nats - score.nats[trained_model.WINDOW :]).max() > 1e-4
 
 
 @pytest.mark.slow
@@ -194,7 +202,7 @@ def test_scores_of_all_texts_share_a_program(model):
     model.score(SOME, logit_scale=0.5)
     model.score("a")
     assert model._nats._cache_size() == size == 1
-    model.generate("a", length=2 * trained.CHUNK)
+    model.generate("a", length=2 * text_sampling.CHUNK)
     with quick.count_compilations() as count:
         model.generate("ab x", length=50, temperature=0.7, seed=3)
     assert count == [0]
@@ -207,8 +215,8 @@ def test_generated_texts_begin_with_the_prompt(model, capsys, workdir):
     for text in texts:
         assert text.startswith("ab x\n") and len(text) == 35
     assert texts == model.generate("ab x\n", length=30, temperature=0.5, num_samples=2, seed=3)
-    options = trained.Sampling(length=30, temperature=0.5, num_samples=2, seed=3)
-    trained.print_samples(str(workdir), options, "ab x\n")
+    options = text_sampling.Sampling(length=30, temperature=0.5, num_samples=2, seed=3)
+    sample_command.print_samples(str(workdir), options, "ab x\n")
     printed = capsys.readouterr().out
     assert printed == f"--- sample 1\n{texts[0]}\n--- sample 2\n{texts[1]}\n"
     assert len(model.generate(length=7)[0]) == 7
@@ -219,7 +227,7 @@ def test_gates_are_those_of_every_token(model):
     found = model.gates(SOME)
     assert found.tokens == model.score(SOME).tokens
     ids = np.append(model.vocabulary.eos_id, model.vocabulary.encode(SOME))[None]
-    run = quick.jit(lambda params: model.model.apply({"params": params}, ids, method="gates")[0])
+    run = quick.jit(lambda params: model.model.apply({"params": params}, ids, method="gates")[1])
     expected = jax.tree.map(lambda leaf: leaf[1:, 0], run(model.params))
     assert len(found.layers) == 2
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.layers, expected)
@@ -254,13 +262,11 @@ def test_what_cannot_be_done_is_explained(model, workdir, tmp_path, monkeypatch)
         with pytest.raises(errors.UsageError) as refused:
             call()
         assert words in str(refused.value)
-    copying = trained.pretrained.load_weights(workdir)._replace(
-        model=models.EncoderDecoder(5, 4, 4)
-    )
+    copying = loading.load_run(workdir)._replace(model=models.EncoderDecoder(5, 4, 4))
     with pytest.raises(errors.UsageError, match="copies sequences; give that of a language model"):
         mogrifier_jax.TrainedModel(copying)
     alone = mogrifier_jax.load(workdir)
     with alone.config.unlocked():
         alone.config.data.episodic = True
-    with pytest.raises(errors.UsageError, match="models lines that stand alone"):
+    with pytest.raises(errors.UsageError, match="models independent lines"):
         alone.score("ab")

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from mogrifier_jax import configs, errors
+from mogrifier_jax import config_keys, configs, errors, options
 from mogrifier_jax.evaluation import eval_options
 from tests import resolved_configs
 
@@ -26,18 +26,20 @@ def bad_values(key):
     if key.kind is float:
         yield from (math.nan, math.inf, -math.inf)
     if key.choices:
-        yield key.known()[0] + "s"
+        yield key.list_choices()[0] + "s"
 
 
-@pytest.mark.parametrize("declared", [configs.keys(), eval_options.OPTIONS], ids=["config", "eval"])
+@pytest.mark.parametrize(
+    "declared", [config_keys.keys(), eval_options.OPTIONS], ids=["config", "eval"]
+)
 def test_values_beyond_a_declaration_are_refused_by_name(declared):
     count = 0
     for name, key in declared.items():
         if key.default is not None:
-            configs.check_values({name: key.default}, declared)
+            options.check_values({name: key.default}, declared)
         for value in bad_values(key):
             with pytest.raises(errors.UsageError) as refused:
-                configs.check_values({name: value}, declared)
+                options.check_values({name: value}, declared)
             assert str(refused.value).startswith(f"{name} {value!r} "), value
             count += 1
     assert count > 2 * len(declared)
@@ -48,7 +50,7 @@ def test_experiments_are_complete_and_within_the_declarations(name):
     module = configs.load_file(str(ROOT / "experiments" / name))
     for variant in RESOLVED[name]["changes"]:
         config = module.get_config(variant)
-        assert config.is_locked and configs.flatten(config).keys() == configs.keys().keys()
+        assert config.is_locked and configs.flatten(config).keys() == config_keys.keys().keys()
         configs.check(config)
 
 
@@ -89,10 +91,10 @@ def test_what_is_left_out_is_the_default_and_what_is_needed_is_asked_for():
 
 def test_every_switch_of_a_cell_is_a_key():
     cell_fields = {"rounds", "rank", "layer_norm", "tied_gates", "cell_clip", "zigzag"}
-    assert {f"model.{name}" for name in cell_fields} <= configs.keys().keys()
+    assert {f"model.{name}" for name in cell_fields} <= config_keys.keys().keys()
     # Cells differ in these, so that None is the cell's own.
-    assert configs.keys()["model.rounds"].default is None
-    assert configs.keys()["model.zigzag"].default is None
+    assert config_keys.keys()["model.rounds"].default is None
+    assert config_keys.keys()["model.zigzag"].default is None
 
 
 @pytest.mark.parametrize(

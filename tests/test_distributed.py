@@ -43,7 +43,7 @@ FLAGS = (
 
 
 def place_of(environment, **arguments):
-    return distributed.find_place(**arguments, environment=environment)
+    return distributed.find_cluster(**arguments, environment=environment)
 
 
 def test_alone_unless_told_otherwise():
@@ -68,7 +68,7 @@ def test_place_from_arguments_beats_the_environment():
 )
 def test_arguments_that_cannot_be(arguments, message):
     with pytest.raises(errors.UsageError, match=message):
-        distributed.find_place(*arguments, environment={})
+        distributed.find_cluster(*arguments, environment={})
 
 
 def test_place_in_an_indexed_job():
@@ -106,7 +106,7 @@ def call_roll(*numbers, count, timeout):
 
     def call(thread, number):
         try:
-            distributed.roll_call(distributed.Place(address, count, number), timeout)
+            distributed.roll_call(distributed.Cluster(address, count, number), timeout)
             heard[thread] = "all here"
         except distributed.PeerLost as error:
             heard[thread] = str(error)
@@ -128,14 +128,14 @@ def test_roll_call_names_who_is_missing():
     with concurrent.futures.ThreadPoolExecutor() as pool:  # It waits longer than it is told to.
         alone = pool.submit(call_roll, 1, count=2, timeout=0.1)
         for message in call_roll(0, 2, count=5, timeout=2.0):
-            assert "processes 1, 3, 4 did not come within 2 s" in message
+            assert "processes 1, 3, 4 did not report within 2 s" in message
     (message,) = alone.result()
     assert "process 0 did not answer" in message
 
 
 def test_roll_call_notices_a_number_given_twice():
     for message in call_roll(0, 1, 1, count=3, timeout=300.0):
-        assert "two processes say that they are process 1" in message
+        assert "two processes claim to be process 1" in message
 
 
 STRANGE = (
@@ -152,7 +152,7 @@ STRANGE = (
 
 def test_roll_call_is_not_harmed_by_strangers():
     port = launch._free_port()
-    place = distributed.Place(f"127.0.0.1:{port}", 2, 0)
+    place = distributed.Cluster(f"127.0.0.1:{port}", 2, 0)
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor() as pool:
         called = pool.submit(distributed.roll_call, place, 300.0)
         for message in STRANGE:  # They stay, and the last one never ends its line.
@@ -168,11 +168,13 @@ def test_roll_call_is_not_harmed_by_strangers():
 
 
 def test_roll_call_listens_where_it_is_told_to():
-    with distributed._listen(distributed.Place(f"127.0.0.1:{launch._free_port()}", 2, 0)) as server:
+    with distributed._listen(
+        distributed.Cluster(f"127.0.0.1:{launch._free_port()}", 2, 0)
+    ) as server:
         assert server.getsockname()[0] == "127.0.0.1"
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(errors.UsageError, match="process 0 cannot listen at"):
-        distributed._listen(distributed.Place(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0))
+        distributed._listen(distributed.Cluster(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +299,7 @@ def test_processes_stop_together_and_start_again_and_others_go_on(tmp_path):
     before, _, after = said.partition("starting again")
     assert f"resuming at step {int(*stopped)}" in before, said
     # The other one has noticed by itself: nobody had to end it.
-    assert "PeerLost: process 1 was not heard of for" in said and "still there" not in said
+    assert "PeerLost: process 1 has been silent for" in said and "still running" not in said
     assert re.search(r"process 1 \(pid \d+\) was ended by SIGKILL", said), said
     assert f"resuming at step {STEPS}" in after, said
     # Before and after, several processes have trained as one, and what they said they said once.

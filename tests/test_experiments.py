@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.data import tasks
+from mogrifier_jax.data import abstract_tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import averaging, optimizers, schedule
 from tests import resolved_configs
@@ -314,7 +314,7 @@ def test_circling_back_has_the_published_settings(corpus, cell):
     assert (config.model.num_layers, config.model.num_params) == (layers, parameters)
     assert (config.data.batch_size, config.data.window) == (batch, window)
     assert config.optimizer.training_samples == samples
-    size = tasks.SIZES[config.data.name]
+    size = abstract_tasks.SIZES[config.data.name]
     read = batch * window * config.schedule.turns * config.schedule.steps_per_turn
     assert read / size.train[0] == pytest.approx(epochs, rel=0.005)
     model = config.model

@@ -18,31 +18,34 @@ SCHEMA = {
     "unit": ("ppl", "bpc"),
     "rows": [{"nats": float, "best?": bool}],
     "more?": {str: int},
+    "pair?": [int, str],
 }
 GOOD = {"step": 3, "name": None, "unit": "ppl", "rows": [{"nats": 1}, {"nats": 0.5, "x": []}]}
 BAD = {
-    "it is a list where an object belongs": [],
+    "it is a list instead of an object": [],
     "it lacks 'step'": {"name": None},
-    "step is a bool where a int belongs": GOOD | {"step": True},
-    "step is a float where a int belongs": GOOD | {"step": 3.0},
+    "step is a bool instead of a int": GOOD | {"step": True},
+    "step is a float instead of a int": GOOD | {"step": 3.0},
     "step is -1, which is out of range": GOOD | {"step": -1},
     "step is 1000": GOOD | {"step": 10**30},
     "rate is 1.5, which is out": GOOD | {"rate": 1.5},
     "rate is nan, which is out": GOOD | {"rate": float("nan")},
-    "name is a int where a str belongs": GOOD | {"name": 5},
-    "unit is a str where 'ppl' belongs": GOOD | {"unit": "nats"},
-    "rows is a dict where a list belongs": GOOD | {"rows": {}},
+    "name is a int instead of a str": GOOD | {"name": 5},
+    "unit is a str instead of 'ppl'": GOOD | {"unit": "nats"},
+    "rows is a dict instead of a list": GOOD | {"rows": {}},
     r"rows\[1\] lacks 'nats'": GOOD | {"rows": [{"nats": 1}, {}]},
     r"rows\[0\].nats is null": GOOD | {"rows": [{"nats": None}]},
-    r"rows\[0\].best is a int where a bool": GOOD | {"rows": [{"nats": 1, "best": 1}]},
+    r"rows\[0\].best is a int instead of a bool": GOOD | {"rows": [{"nats": 1, "best": 1}]},
     "more.a is a str": GOOD | {"more": {"a": "x"}},
+    "pair has 1 values instead of 2": GOOD | {"pair": [1]},
+    r"pair\[1\] is a int instead of a str": GOOD | {"pair": [1, 2]},
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
 def test_json_that_does_not_fit_is_named_with_the_reason_and_the_remedy(reason, tmp_path):
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(GOOD | {"rate": 0.5, "more": {"a": 1}}))
+    path.write_text(json.dumps(GOOD | {"rate": 0.5, "more": {"a": 1}, "pair": [1, "a"]}))
     assert files.read_json(path, SCHEMA)["step"] == 3  # Control.
     path.write_text(json.dumps(BAD[reason]))
     with pytest.raises(errors.UsageError, match=f"x.json is not as it was.*{reason}.*; delete it"):
@@ -60,7 +63,7 @@ def test_json_that_is_nested_deeply_is_refused(depth, kind, tmp_path):
 
 def test_other_bytes_are_refused(tmp_path):
     path = tmp_path / "x.json"
-    for content in (b"", b"\xff{}", b"{", b'{"a": 1e5', b"9" * 5000):
+    for content in (b"", b"\xff{}", b"{", b'{"a": 1e5', b"9" * 5000, b'[{"a": 1, "b": 2, "a": 1}]'):
         path.write_bytes(content)
         with pytest.raises(errors.UsageError, match=r"x.json is not valid JSON"):
             files.read_json(path)

@@ -1,7 +1,9 @@
 """The cores and accelerators of this machine, and their shares."""
 
+import configparser
 import math
 import os
+import pathlib
 import subprocess
 
 import pytest
@@ -103,3 +105,42 @@ def test_jax_is_asked_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "toaster")
     with pytest.raises(errors.UsageError, match=r"cannot be used .*toaster"):
         hardware.ask_jax()
+
+
+FAKE_SMI = """#!/bin/sh
+echo {driver}
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "code", "extra"),
+    [("580.65.06", 0, "cuda13"), ("550.54.15", 0, "cuda12"), ("", 9, None), ("Failed", 0, None)],
+)
+def test_a_gpu_that_jax_does_not_use_is_named_with_the_remedy(
+    driver, code, extra, tmp_path, monkeypatch
+):
+    (tmp_path / "nvidia-smi").write_text(FAKE_SMI.format(driver=driver, code=code))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert hardware.describe_unused_accelerator() is None  # Control: nothing is there.
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    sentence = hardware.describe_unused_accelerator()
+    if extra is None:
+        assert sentence is None
+        return
+    assert "has an NVIDIA GPU, which JAX does not use" in sentence
+    assert f'pip install "mogrifier_jax[{extra}]"' in sentence
+    extras = configparser.ConfigParser()
+    extras.read(pathlib.Path(__file__).parents[1] / "setup.cfg")
+    assert extra in extras["options.extras_require"]
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # The user has chosen.
+    assert hardware.describe_unused_accelerator() is None
+
+
+def test_a_tpu_that_jax_does_not_use_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    assert 'pip install "mogrifier_jax[tpu]"' in hardware.describe_unused_accelerator()

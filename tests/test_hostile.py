@@ -20,7 +20,15 @@ import pytest
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.analysis import explore
 from mogrifier_jax.data import corpora, streams, tasks
-from mogrifier_jax.evaluation import eval_options, methods, pretrained, scoring
+from mogrifier_jax.evaluation import (
+    eval_options,
+    evaluate_command,
+    evaluation_json,
+    loading,
+    methods,
+    paper_tables,
+    scored_texts,
+)
 from mogrifier_jax.training import (
     checkpoints,
     learning_curves,
@@ -28,6 +36,7 @@ from mogrifier_jax.training import (
     memory,
     metrics,
     run_record,
+    schedule,
     signals,
     train,
     workdirs,
@@ -120,15 +129,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_files_that_the_weights_were_not_trained_with_are_refused(folder, name):
-    pretrained.load_weights(folder)  # Control.
+    loading.load_run(folder)  # Control.
     CHANGES[name](folder)
     with pytest.raises(errors.UsageError, match=rf"not those that its weights.*{name}"):
-        pretrained.load_weights(folder)
+        loading.load_run(folder)
 
 
 def test_what_may_change_may_change(folder):
     change_config(folder, "data", source_dir="elsewhere")
-    assert pretrained.load_weights(folder).info["step"] == 3
+    assert loading.load_run(folder).info["step"] == 3
 
 
 DIGESTS = {"train": "a", "valid": "b", "test": "c"}
@@ -142,8 +151,8 @@ def test_a_run_does_not_go_on_with_another_corpus(folder, split, tmp_path):
         workdir = tmp_path / "digests"
         shutil.rmtree(workdir, ignore_errors=True)
         for digests, works in ((saved_with, save), (now, lambda saved: saved.restore(ABSTRACT))):
-            seal = workdirs.seal(config, vocab, digests)
-            with checkpoints.Checkpoints(workdir, seal=seal) as saved:
+            fingerprint = workdirs.make_fingerprint(config, vocab, digests)
+            with checkpoints.Checkpoints(workdir, fingerprint=fingerprint) as saved:
                 found = works(saved)
         return found
 
@@ -153,7 +162,7 @@ def test_a_run_does_not_go_on_with_another_corpus(folder, split, tmp_path):
     # Controls: the same corpus, one that is not read, and a checkpoint of an early version.
     for saved_with, now in ((DIGESTS, DIGESTS), (DIGESTS, None), (None, DIGESTS)):
         assert restore(saved_with, now).step == 1
-    with pytest.raises(errors.UsageError, match=f"text of {split} is another; restore the text"):
+    with pytest.raises(errors.UsageError, match=f"text of {split} has changed; restore the text"):
         restore(DIGESTS, DIGESTS | {split: "x"})
 
 
@@ -178,11 +187,11 @@ def test_scores_of_another_corpus_are_named(folder, tmp_path, monkeypatch, caplo
     lines = ["some text\n", "of letters\n"] * 20
     change_config(folder, "data", name="text", path=str(tmp_path / "text"))
     monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
-    loaded = pretrained.load_weights(reseal(folder, {}))
+    loaded = loading.load_run(reseal(folder, {}))
 
     def read(text, **known):
         (tmp_path / "text").write_text(text)
-        return pretrained.read_splits(loaded._replace(info=loaded.info | known)).about
+        return scored_texts.read_splits(loaded._replace(info=loaded.info | known)).origin
 
     whole = "".join(lines)
     (tmp_path / "text").write_text(whole)
@@ -192,16 +201,18 @@ def test_scores_of_another_corpus_are_named(folder, tmp_path, monkeypatch, caplo
     assert not caplog.messages or "was trained on" not in caplog.text
     about = read("of letters\n" + whole, corpus=digests)
     assert about["changed_splits"] and "text of train" in caplog.text
-    loaded = pretrained.load_weights(reseal(folder, digests))
+    loaded = loading.load_run(reseal(folder, digests))
     assert loaded.info["corpus"] == digests
 
 
 def reseal(folder, digests):
     """As if the run had been trained on another corpus."""
-    seal = workdirs.seal(workdirs.read_config(folder), workdirs.read_vocabulary(folder), digests)
+    fingerprint = workdirs.make_fingerprint(
+        workdirs.read_config(folder), workdirs.read_vocabulary(folder), digests
+    )
     for path in (folder / "checkpoints").glob("*/info/info.json"):
         content = json.loads(path.read_text())["content"]
-        path.write_text(json.dumps(checkpoints._seal(content | {"seal": seal})))
+        path.write_text(json.dumps(checkpoints._add_digest(content | {"seal": fingerprint})))
     return folder
 
 
@@ -300,18 +311,20 @@ def test_a_strangers_folder_is_not_written_to(folder, tmp_path, monkeypatch):
     evil = tmp_path / "evil"
     change_config(folder, "data", name="text", path=str(tmp_path / "text"), data_dir=str(evil))
     monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
-    splits = pretrained.read_splits(pretrained.load_weights(reseal(folder, {})))
-    assert splits.names == ("train", "valid", "test")
+    splits = scored_texts.read_splits(loading.load_run(reseal(folder, {})))
+    assert splits.task.splits == ("train", "valid", "test")
     assert not evil.exists() and (tmp_path / "cache").is_dir()
 
 
 def test_results_of_another_step_are_noticed(folder, caplog):
     workdirs.write_json(folder, "results.json", {"step": 3})
-    pretrained.load_weights(folder)
+    loading.load_run(folder)
     assert "results.json" not in caplog.text
     workdirs.write_json(folder, "results.json", {"step": 9})
-    pretrained.load_weights(folder)
-    assert "step 9, and that of step 3 is used" in caplog.text
+    loading.load_run(folder)
+    assert (
+        "the scores of step 9, but the best checkpoint, which is used, is of step 3" in caplog.text
+    )
 
 
 def test_a_run_whose_checkpoints_were_deleted_does_not_begin_again(tmp_path):
@@ -349,7 +362,7 @@ def test_a_full_disk_is_one_sentence_and_keeps_what_was_saved(tmp_path, monkeypa
                     raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
 
                 patch.setattr(saved._checkpointer, "save", fail)
-            with pytest.raises(errors.UsageError, match=r"needs 1 MiB.*goes on from step 1"):
+            with pytest.raises(errors.UsageError, match=r"needs 1 MiB.*resumes from step 1"):
                 saved.save(2, STATE, info={}, best=False)
         assert saved.restore(ABSTRACT).step == 1
 
@@ -362,7 +375,7 @@ def test_other_limits_than_room_are_named(tmp_path, monkeypatch):
     with checkpoints.Checkpoints(tmp_path) as saved, monkeypatch.context() as patch:
         patch.setattr(saved._checkpointer, "save", fail)
         for change, words in (
-            ({}, "see its quota"),
+            ({}, "check its quota"),
             ({"RLIMIT_FSIZE": 4096}, r"than 4,096 bytes; raise that limit \(ulimit -f\), then"),
         ):
             if change:
@@ -389,9 +402,9 @@ def test_a_workdir_that_keeps_no_results_is_refused_before_the_work(folder, monk
     for work in (methods.Scorer, explore.make_page):
         monkeypatch.setattr(sys.modules[work.__module__], work.__name__, lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # Controls.
-        scoring.run([str(folder)], asked)
+        evaluate_command.evaluate_workdirs([str(folder)], asked)
     with pytest.raises(ZeroDivisionError):
-        explore.run([str(folder)], prompt="some")
+        explore.write_page([str(folder)], prompt="some")
     if trouble == "read-only":
 
         def refuse(*_, **__):
@@ -404,9 +417,9 @@ def test_a_workdir_that_keeps_no_results_is_refused_before_the_work(folder, monk
         (folder / "evaluation.json").mkdir()
     (folder / "explore.html").mkdir()
     with pytest.raises(errors.UsageError, match="cannot keep results"):
-        scoring.run([str(folder)], asked)
+        evaluate_command.evaluate_workdirs([str(folder)], asked)
     with pytest.raises(errors.UsageError, match="cannot keep results"):
-        explore.run([str(folder)], prompt="some")
+        explore.write_page([str(folder)], prompt="some")
 
 
 @pytest.mark.parametrize(
@@ -503,11 +516,11 @@ def test_parallel_evaluations_keep_each_others_results(tmp_path):
     def evaluate(number):
         evaluation = EVALUATION | {"results": []}
         row = ROW | {"method": f"m{number}"}
-        scoring.keep_row(str(tmp_path), evaluation, row)
+        evaluation_json.add_result(str(tmp_path), evaluation, row)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(evaluate, range(24)))
-    assert len(scoring.read_evaluation(str(tmp_path))["results"]) == 24
+    assert len(evaluation_json.read_evaluation(str(tmp_path))["results"]) == 24
 
 
 @pytest.mark.parametrize(
@@ -520,10 +533,10 @@ def test_parallel_evaluations_keep_each_others_results(tmp_path):
 )
 def test_damaged_evaluations_are_named(tmp_path, changed):
     workdirs.write_json(tmp_path, "evaluation.json", EVALUATION)
-    scoring.to_markdown([scoring.read_evaluation(str(tmp_path))])  # Control.
+    paper_tables.to_markdown([evaluation_json.read_evaluation(str(tmp_path))])  # Control.
     workdirs.write_json(tmp_path, "evaluation.json", EVALUATION | changed)
     with pytest.raises(errors.UsageError, match=r"evaluation.json is not as it was.*; delete it"):
-        scoring.read_evaluation(str(tmp_path))
+        evaluation_json.read_evaluation(str(tmp_path))
 
 
 GARBAGE = {
@@ -542,7 +555,7 @@ def test_a_device_in_place_of_a_file_is_named(folder, name):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/dev/null")
     with pytest.raises(errors.UsageError, match=f"{name} is not a file"):
-        pretrained.load_weights(folder)
+        loading.load_run(folder)
 
 
 def test_a_device_is_no_corpus(tmp_path):
@@ -558,7 +571,7 @@ def test_a_damaged_file_is_named(folder, name, content):
     if (name, content) == ("results.json", "other"):
         return
     with pytest.raises(errors.UsageError, match=rf"{name}|vocabulary"):
-        pretrained.load_weights(folder)
+        loading.load_run(folder)
 
 
 @pytest.mark.parametrize("content", [c for c in GARBAGE if c != "other"])
@@ -620,7 +633,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(folder, name):
     path = folder / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    error = test_files.in_time(pretrained.load_weights, folder)
+    error = test_files.in_time(loading.load_run, folder)
     assert isinstance(error, errors.UsageError) and path.name in str(error)
 
 
@@ -658,6 +671,9 @@ DEEP = "[" * 900 + "]" * 900
         ("leaves", '{"params": 5}'),
         ("leaves", '{"params": {"shape": 5, "dtype": 1, "checksum": 1}}'),
         ("seal", "[1]"),
+        ("info", '{"temperature": "x"}'),
+        ("info", '{"temperature": -1}'),
+        ("info", '{"temperature": NaN}'),
     ],
 )
 def test_wrong_content_with_a_right_digest_is_refused(folder, name, content):
@@ -665,9 +681,38 @@ def test_wrong_content_with_a_right_digest_is_refused(folder, name, content):
     path = folder / "checkpoints" / "3" / "info" / "info.json"
     sealed = json.loads(path.read_text())
     sealed["content"][name] = json.loads(content)
-    path.write_text(json.dumps(checkpoints._seal(sealed["content"])))
-    with pytest.raises(errors.UsageError, match=r"info.json|another state|copy of"):
-        pretrained.load_weights(folder)
+    path.write_text(json.dumps(checkpoints._add_digest(sealed["content"])))
+    with pytest.raises(errors.UsageError, match=r"info.json|does not match the config|copy of"):
+        loading.load_run(folder)
+
+
+PROGRESS = schedule.Progress(history=(1.0,)).to_dict()
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {},
+        {"progress": []},
+        {"progress": {}},
+        {"progress": PROGRESS | {"history": None}},
+        {"progress": PROGRESS | {"history": ["x"]}},
+        {"progress": PROGRESS | {"learning_rate_factor": "1"}},
+        {"progress": PROGRESS | {"turn": -1}},
+        {"progress": PROGRESS, "metrics": []},
+        {"progress": PROGRESS, "metrics": {"lines": 1, "sha256": "", "parts": [[1]]}},
+        {"progress": PROGRESS, "metrics": {"lines": 1, "sha256": "", "parts": [["x", 1]]}},
+        {"progress": PROGRESS, "temperature": "x"},
+    ],
+)
+def test_a_checkpoint_whose_notes_do_not_fit_is_passed_over(tmp_path, caplog, info):
+    with checkpoints.Checkpoints(tmp_path) as saved:
+        saved.save(1, STATE, info={"progress": PROGRESS | {"new": 1}}, best=True)
+        saved.save(2, STATE, info=info, best=False)
+    with checkpoints.Checkpoints(tmp_path, info=run_record.INFO) as saved:
+        restored = saved.restore(ABSTRACT)
+    assert restored.step == 1 and "step 2 is damaged" in caplog.text
+    assert schedule.Progress.from_dict(restored.info["progress"]).history == (1.0,)
 
 
 # The rest.
@@ -677,10 +722,10 @@ def test_the_budget_of_a_report_is_the_models_own():
     config = written.experiment.get_config("tiny")
     with config.unlocked():
         config.model.num_params, config.model.hidden_size = 24_000_000, 16
-    assert scoring.describe_run(config, 9_096)["params"] == "9k"
+    assert paper_tables.name_run(config, 9_096)["params"] == "9k"
     with config.unlocked():
         config.model.hidden_size = None
-    assert scoring.describe_run(config, 23_400_000)["params"] == "24M"
+    assert paper_tables.name_run(config, 23_400_000)["params"] == "24M"
 
 
 def test_a_stop_before_the_first_step_is_seen():
@@ -713,14 +758,14 @@ def test_a_stop_before_the_first_step_is_seen():
     ],
 )
 def test_no_password_is_shown(storage):
-    storages = pytest.importorskip("mogrifier_jax.tuning.storages")
-    assert "SECRET" not in storages.hide_password(storage)
-    assert storages.hide_password("sqlite:///a.db") == "sqlite:///a.db"
-    assert storages.hide_password("study.journal") == "study.journal"
-    assert storages.hide_password("a@b/study.journal") == "a@b/study.journal"
-    assert storages.hide_password("vizier://host:80/x") == "vizier://host:80/x"
-    assert storages.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
-    shown = storages.hide_password("postgresql+psycopg://me:SECRET@host:5432/db")
+    redaction = pytest.importorskip("mogrifier_jax.tuning.redaction")
+    assert "SECRET" not in redaction.hide_password(storage)
+    assert redaction.hide_password("sqlite:///a.db") == "sqlite:///a.db"
+    assert redaction.hide_password("study.journal") == "study.journal"
+    assert redaction.hide_password("a@b/study.journal") == "a@b/study.journal"
+    assert redaction.hide_password("vizier://host:80/x") == "vizier://host:80/x"
+    assert redaction.hide_password("sqlite:////a:b/c") == "sqlite:////a:b/c"
+    shown = redaction.hide_password("postgresql+psycopg://me:SECRET@host:5432/db")
     assert shown == "postgresql+psycopg://me:***@host:5432/db"
 
 
@@ -762,7 +807,7 @@ def test_two_evaluations_and_a_training_at_once_leave_all_results(tmp_path, monk
         *(start(*evaluate, f"--eval.splits={split}") for split in ("valid", "test")),
     ]
     assert [process.wait() for process in together] == [0, 0, 0]
-    rows = scoring.read_evaluation(str(tmp_path / "run"))["results"]
+    rows = evaluation_json.read_evaluation(str(tmp_path / "run"))["results"]
     assert sorted(row["text"] for row in rows) == ["test", "valid"]
     results = (tmp_path / "run" / "results.json").read_bytes()
     assert results == (tmp_path / "results.json").read_bytes()

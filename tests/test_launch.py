@@ -80,7 +80,7 @@ def test_a_process_that_does_not_come_is_named_and_waited_for_in_vain():
     flags = [address, "--num_processes=3", "--process_id=0", "--peer_timeout=0.2"]
     done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == RESTART
-    assert done.stderr.startswith("PeerLost: processes 1, 2 did not come within 1 s")
+    assert done.stderr.startswith("PeerLost: processes 1, 2 did not report within 1 s")
 
 
 @pytest.mark.slow
@@ -88,5 +88,5 @@ def test_a_mistake_ends_all_processes_with_its_own_code(capfd):
     launcher = launch.Launcher(2, 1, grace=3600.0)
     assert launcher.run(["--mode=nonsense"]) == errors.UsageError.exit_code
     said = capfd.readouterr().err
-    assert said.count("UsageError: --mode=nonsense is not known") == 2
+    assert said.count("UsageError: --mode=nonsense is unknown") == 2
     assert "process 0 (pid" in said and "ended with code 2" in said

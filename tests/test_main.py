@@ -18,9 +18,20 @@ from absl import flags
 from absl.testing import flagsaver
 
 import mogrifier_jax
-from mogrifier_jax import configs, distributed, errors, main
-from mogrifier_jax.evaluation import trained as evaluated
-from mogrifier_jax.training import compiler, logs, signals, train
+from mogrifier_jax import (
+    command_line,
+    config_keys,
+    configs,
+    distributed,
+    errors,
+    failures,
+    hardware,
+    jax_settings,
+    main,
+)
+from mogrifier_jax.analysis import sweeps
+from mogrifier_jax.evaluation import text_sampling
+from mogrifier_jax.training import logs, signals, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
@@ -33,9 +44,10 @@ def command(monkeypatch, capsys):
     """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(logs, "setup_logging", lambda: None)
-    monkeypatch.setattr(compiler, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(compiler, "check_flags", lambda: None)  # It starts a process.
-    monkeypatch.setattr(distributed, "find_place", lambda *numbers: None)
+    monkeypatch.setattr(jax_settings, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(jax_settings, "check_xla_flags", lambda: None)  # It starts a process.
+    monkeypatch.setattr(hardware, "describe_unused_accelerator", lambda: None)
+    monkeypatch.setattr(distributed, "find_cluster", lambda *numbers: None)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["main", *arguments])
@@ -58,13 +70,17 @@ def trained(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--mode=trian"], "--mode=trian is not known; use train, evaluate"),
+        (["--mode=trian"], "--mode=trian is unknown; use train, evaluate"),
         (["train"], "'train' is not a flag; write --name=value"),
-        ([], "--config is missing; give an experiment, such as --config=experiments/pydoc.py"),
+        ([], "--config is missing; give an experiment, such as --config=pydoc"),
         (["--config"], "Missing value for flag --config"),
-        (["--config=experiments/pydock.py"], "--config=experiments/pydock.py is not a file"),
-        (["--config=experiments"], "--config=experiments is not a file"),
-        (["--config=none.py", "--config.seed=1"], "No such file or directory: 'none.py'"),
+        (
+            ["--config=experiments/pydock.py"],
+            "experiments/pydock.py is not a file, and not the name",
+        ),
+        (["--config=experiments"], "experiments is not a file, and not the name of an experiment"),
+        (["--config=pydocs"], "not the name of an experiment; did you mean pydoc?"),
+        (["--config=none.py", "--config.seed=1"], "none.py is not a file, and not the name of"),
         (["--config=experiments/pydoc.py:tyni"], "variant 'tyni' is unknown: this experiment has"),
         (["--config=experiments/ptb.py:small,tiny"], "variants small and tiny exclude each other"),
         ([TINY, "--wrokdir=x"], "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
@@ -73,7 +89,7 @@ def trained(monkeypatch):
         ([TINY, "--mode=config", "--config.model.rounds=1000000"], "model.rounds 1000000 must be"),
         ([TINY, "--mode=config", "--config.optimizer.learning_rate=1e300"], "1e+300 must be at mo"),
         ([TINY, "--mode=config", "--json=docs"], "--json=docs cannot be written"),
-        (["--mode=sweep", ABLATION, "--set=rounds", "--workdir=gs://b/x"], "is an address, not"),
+        (["--mode=sweep", ABLATION, "--set=rounds", "--workdir=hdfs://b/x"], "is an address, not"),
         ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be from 0.1 to 86400"),
         (["--mode=evaluate", "--eval.window=0"], "eval.window 0 must be at least 1, or left out"),
         ([TINY, "--config.model.rounds.x=3"], "model.rounds.x"),
@@ -86,7 +102,10 @@ def trained(monkeypatch):
             ["--mode=evaluate", "--eval.methodz=mc"],
             "no such key: 'methodz'. Did you mean \"methods",
         ),
-        (["--mode=evaluate", "--eval.samples=many"], "--eval.samples=many: invalid literal"),
+        (
+            ["--mode=evaluate", "--eval.methods=mc", "--eval.samples=many"],
+            "--eval.samples=many: invalid literal",
+        ),
         (["--mode=evaluate", "--workdir=x", "--eval.methods=mcc"], "method 'mcc' is unknown; use"),
         (["--mode=sample"], "--workdir is missing; give that of a trained run"),
         (
@@ -136,8 +155,31 @@ def test_the_config_mode_prints_every_key(command, monkeypatch):
     monkeypatch.setattr(main, "print", lines.append, raising=False)
     layer_norm = ["--config=experiments/ptb.py:tiny", "--config.model.layer_norm=True"]
     command("--mode=config", *layer_norm)
-    assert "model.layer_norm = True" in lines and "data.name = 'ptb'" in lines
-    assert lines == sorted(lines) and len(lines) == len(configs.keys())
+    values = dict(line.split(" # ") for line in lines)
+    assert {name.rstrip() for name in values} >= {"model.layer_norm = True", "data.name = 'ptb'"}
+    assert lines == sorted(lines) and len(lines) == len(config_keys.keys())
+    assert all(values.values())  # The meaning of every key.
+
+
+def test_the_config_mode_lists_the_experiments(command, monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(main, "print", lines.append, raising=False)
+    code, _ = command("--mode=config")
+    names = [line.split()[0].removeprefix("--config=") for line in lines]
+    assert not code and names == sorted(p.stem for p in (ROOT / "experiments").glob("*.py"))
+    assert all(len(line.partition(" # ")[2]) > 10 for line in lines)
+    for name in names:
+        assert configs.load_config(name) == configs.load_config(f"experiments/{name}.py")
+
+
+def test_experiments_are_found_by_name_from_anywhere(tmp_path, monkeypatch):
+    expected = configs.load_config(str(ROOT / "experiments" / "enwik8.py:lstm,48m"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "enwik8").mkdir()  # A folder of this name, such as a workdir, is no experiment.
+    assert configs.load_config("enwik8:lstm,48m") == expected
+    (tmp_path / "enwik8.py").write_text("x = 1\n")  # A path is what it says.
+    with pytest.raises(errors.UsageError, match="has no function get_config"):
+        configs.load_config("enwik8.py")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +209,7 @@ def test_a_missing_extra_is_named(command, monkeypatch):
     assert 'needs tensorflow_datasets, which is not installed; pip install "mogr' in output
     extras = configparser.ConfigParser()
     extras.read(ROOT / "setup.cfg")
-    assert set(main.EXTRAS.values()) <= set(extras["options.extras_require"])
+    assert set(failures.EXTRAS.values()) <= set(extras["options.extras_require"])
     missing = "mogrifier_jax.tarin"  # A bug.
     with pytest.raises(ModuleNotFoundError):
         command(TINY)
@@ -209,7 +251,7 @@ def test_an_interrupt_from_the_keyboard_shows_no_traceback(command, monkeypatch)
     monkeypatch.setattr(train, "train_and_evaluate", interrupt)
     code, said = command(TINY)
     assert code == 130
-    assert said == "interrupted; the same command goes on from the last checkpoint\n"
+    assert said == "interrupted; repeat the command to resume from the last checkpoint\n"
 
 
 @pytest.mark.slow
@@ -241,31 +283,37 @@ def test_the_environment_does_not_move_the_numbers_of_a_run(name, value, caplog)
         return numbers.dtype, numbers.tolist()
 
     expected = draw()
-    main.fix_numbers()
+    jax_settings.fix_numbers()
     assert not caplog.text
     try:
         jax.config.update(name, value)
         assert draw() != expected  # Control.
-        main.fix_numbers()
+        jax_settings.fix_numbers()
         assert draw() == expected
     finally:
-        jax.config.update(name, main.NUMBERS[name])
-    assert f"{name.upper()}={value} is not used" in caplog.text
+        jax.config.update(name, jax_settings.NUMBERS[name])
+    assert f"{name.upper()}={value} is ignored" in caplog.text
 
 
 # Flags by mode.
 
 
-EVERY_MODE = (*main.MODES, main.TUNED_DYNEVAL, main.ENSEMBLE)
-NAMES = [*main.MODES_OF, "config.seed", "config.model.rounds", "eval.window", "eval.dyneval.window"]
+EVERY_MODE = (*command_line.MODES, command_line.TUNED_DYNEVAL, command_line.ENSEMBLE)
+NAMES = [
+    *command_line.MODES_OF,
+    "config.seed",
+    "config.model.rounds",
+    "eval.window",
+    "eval.dyneval.window",
+]
 NAMES.remove("mode")
 
 
 def line_of(mode):
     """The flags that choose a mode."""
-    if mode == main.TUNED_DYNEVAL:
+    if mode == command_line.TUNED_DYNEVAL:
         return [("mode", "tune"), ("study", "dyneval")]
-    if mode == main.ENSEMBLE:
+    if mode == command_line.ENSEMBLE:
         return [("mode", "evaluate"), ("eval.ensemble", "a,b")]
     return [("mode", mode)]
 
@@ -274,42 +322,45 @@ def line_of(mode):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flag_that_the_mode_does_not_have_is_refused(mode, name):
     chosen = line_of(mode)
-    main.check_line(chosen)  # Control.
-    if name == "study" and mode == main.TUNED_DYNEVAL:
+    command_line.check_arguments(chosen)  # Control.
+    if name == "study" and mode == command_line.TUNED_DYNEVAL:
         return
-    has = mode in main.MODES_OF[name.partition(".")[0]] and (mode, name) != ("sweep", "config.seed")
-    if mode == main.ENSEMBLE and name.startswith("eval"):
+    has = mode in command_line.MODES_OF[name.partition(".")[0]] and (mode, name) != (
+        "sweep",
+        "config.seed",
+    )
+    if mode == command_line.ENSEMBLE and name.startswith("eval"):
         has = False
     if has:
-        return main.check_line([*chosen, (name, "7")])
+        if name == "eval.dyneval.window" and mode == "evaluate":
+            chosen = [*chosen, ("eval.methods", "dyneval")]
+        return command_line.check_arguments([*chosen, (name, "7")])
     for line in ([*chosen, (name, "7")], [(name, "7"), *chosen]):
         with pytest.raises(errors.UsageError, match=f"--{name} is not a flag of --mode=") as told:
-            main.check_line(line)
+            command_line.check_arguments(line)
         assert any(words in str(told.value) for words in ("did you mean --", "leave it out"))
 
 
 def names_used(source):
     """The flags that a function of main reads."""
-    holders = {f"_{name.upper()}": name for name in main.MODES_OF}
-    holders |= {"_PROFILE": "profile_steps", "folders": "workdir"}
+    helpers = {"split_workdirs": "workdir", "require_config": "config"}
     found = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name) and node.id in holders:
-            found.add(holders[node.id])
+        if isinstance(node, ast.Name) and node.id in helpers:
+            found.add(helpers[node.id])
         elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "FLAGS":
             found.add(node.attr)
     return found
 
 
-@pytest.mark.parametrize("mode", main.MODES)
+@pytest.mark.parametrize("mode", command_line.MODES)
 def test_a_mode_has_the_flags_that_it_reads(mode):
     function = main.show_config if mode == "config" else getattr(main, mode)
     used = names_used(inspect.getsource(function)) | {"mode"}
-    used |= {"config"} if "require_config" in inspect.getsource(function) else set()
-    used |= set(evaluated.Sampling._fields) if mode == "sample" else set()
-    declared = {main.TUNED_DYNEVAL} if mode == "tune" else set()
-    declared = {n for n, modes in main.MODES_OF.items() if {mode, *declared} & set(modes)}
-    assert used - {"mode"} == declared - {"mode", *main.PROCESSES}
+    used |= set(text_sampling.Sampling._fields) if mode == "sample" else set()
+    declared = {command_line.TUNED_DYNEVAL} if mode == "tune" else set()
+    declared = {n for n, modes in command_line.MODES_OF.items() if {mode, *declared} & set(modes)}
+    assert used - {"mode"} == declared - {"mode", *command_line.PROCESSES}
 
 
 @pytest.mark.parametrize(
@@ -348,6 +399,20 @@ def test_a_mode_has_the_flags_that_it_reads(mode):
             "--eval.methods is not a",
         ),
         (["--mode=evaluate", "--eval.text=a", "--eval.splits=test"], "give one of them"),
+        (
+            ["--mode=evaluate", "--workdir=x", "--eval.seed=7"],
+            "--eval.seed is not read by --eval.methods=deterministic; leave it out, or add mc or",
+        ),
+        (
+            ["--mode=evaluate", "--workdir=x", "--eval.methods=mc", "--eval.dyneval.window=3"],
+            "add dyneval or mc_dyneval to the methods",
+        ),
+        (
+            ["--mode=evaluate", "--workdir=x", "--eval.methods=dyneval", "--eval.stripes", "3"],
+            "add deterministic or mc to the methods",
+        ),
+        ([TINY, "--verbosity=1"], "--verbosity has no effect"),
+        ([TINY, "--log_dir=x"], "--log_dir has no effect"),
     ],
 )
 def test_flags_that_would_be_ignored_are_refused(command, trained, arguments, words):
@@ -372,39 +437,46 @@ def test_flags_of_a_file_are_checked_too(command, trained, tmp_path):
     for path in (pipe, outer):
         code, output = command(TINY, f"--flagfile={path}")
         assert code == 2 and f"{pipe} is not a file; give a file of flags" in output
+    for argument in ("--flagfile", "-flagfile"):
+        code, output = command(TINY, argument)
+        assert code == 2 and "--flagfile with no argument; write --name=value" in output
     inner.write_text("--config.seed=7\n")  # Control.
     command(TINY, f"--flagfile={outer}")
     assert len(trained) == 1
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h", "-help", "--helpshort", "--helpfull"])
+@pytest.mark.parametrize("flag", ["--help", "-h", "-help", "--helpshort", "--helpfull", "-?"])
 def test_help_shows_every_mode_and_is_no_error(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main", flag])
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
         main.run()
     assert not stopped.value.code
-    assert capsys.readouterr().out == main.help_on(None) + "\n"
+    assert capsys.readouterr().out == command_line.make_help(None) + "\n"
 
 
 def test_every_flag_is_in_the_help_of_its_modes():
-    for mode in main.MODES:
-        shown = main.help_on(mode)
-        for name in main.MODES_OF:
+    for mode in command_line.MODES:
+        shown = command_line.make_help(mode)
+        for name in command_line.MODES_OF:
             if name == "mode":
                 continue
-            wanted = mode in main.MODES_OF[name] or name in main.PROCESSES
+            wanted = mode in command_line.MODES_OF[name] or name in command_line.PROCESSES
             wanted |= mode == "tune" and name == "eval"
             shape = "--eval.KEY" if name == "eval" else f"--{name} "
             assert (f"      {shape}" in shown) == wanted, (mode, name)
-        assert all(f"--mode={each} " in main.help_on(None) for each in main.MODES)
+        assert all(f"--mode={each} " in command_line.make_help(None) for each in command_line.MODES)
 
 
-@pytest.mark.parametrize("mode", main.MODES)
+@pytest.mark.parametrize("mode", command_line.MODES)
 def test_the_example_of_a_mode_is_a_good_line(mode, monkeypatch):
     monkeypatch.chdir(ROOT)
-    main.check_line(main.read_line(["--mode=" + mode, *shlex.split(main.MODES[mode].example)]))
-    for name, value in main.read_line(shlex.split(main.MODES[mode].example)):
-        assert name.partition(".")[0] in main.FLAGS or name.startswith("eval.")
+    command_line.check_arguments(
+        command_line.split_arguments(
+            ["--mode=" + mode, *shlex.split(command_line.MODES[mode].example)]
+        )
+    )
+    for name, value in command_line.split_arguments(shlex.split(command_line.MODES[mode].example)):
+        assert name.partition(".")[0] in flags.FLAGS or name.startswith("eval.")
         if name == "config":
             configs.load_config(value)
 
@@ -430,7 +502,7 @@ def test_sigterm_while_a_run_is_prepared_is_a_request_to_stop(command, monkeypat
         code, output = command(TINY, "--workdir=x")
     finally:
         signal.signal(signal.SIGTERM, previous)
-    assert code == 75 and "Interrupted: stopped; the same command goes on" in output
+    assert code == 75 and "Interrupted: stopped; repeat the command to resume" in output
 
 
 def test_sigterm_that_a_library_swallows_is_a_stop_as_well(command, monkeypatch):
@@ -479,9 +551,9 @@ time.sleep(float(sys.argv[2]))
 """
 CHILD_SCRIPT = """
 import signal, sys, time
-from mogrifier_jax import main
+from mogrifier_jax import command_process
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-main.end_with_parent()
+command_process.end_with_parent()
 time.sleep(120)
 """
 
@@ -527,12 +599,24 @@ from experiments.pydoc import get_config
 """
 
 
+@pytest.mark.parametrize("mode", ["train", "sweep"])
+def test_an_experiment_is_executed_once(mode, tmp_path, command, trained, monkeypatch):
+    monkeypatch.setattr(sweeps.sweep_report, "write", lambda *args, **options: [])
+    monkeypatch.setattr(sweeps, "describe_result", str)
+    source = ONCE.format(path=str(tmp_path / "log")) + "from experiments.pydoc import SETS\n"
+    (tmp_path / "once.py").write_text(source)
+    line = [f"--config={tmp_path / 'once.py'}:tiny", f"--workdir={tmp_path / 'run'}"]
+    _, output = command(f"--mode={mode}", *line, *(["--set=models"] * (mode == "sweep")))
+    assert len(trained) == (2 if mode == "sweep" else 1), output
+    assert (tmp_path / "log").read_text() == "executed\n"
+
+
 @pytest.mark.slow
 def test_an_experiment_is_executed_once_and_orbax_left_alone(tmp_path):
     """Checkpoints are slow to import, and most modes need none to read their flags."""
     (tmp_path / "once.py").write_text(ONCE.format(path=str(tmp_path / "log")))
     code = (
-        "import sys; from mogrifier_jax import main; main.parse_flags(sys.argv); "
+        "import sys; from mogrifier_jax import command_line, main; command_line.parse(sys.argv); "
         "main.require_config(); print('orbax' in sys.modules, main.FLAGS.eval.average)"
     )
     flags = [f"--config={tmp_path / 'once.py'}:tiny"]

@@ -306,3 +306,20 @@ def from_rnn(cell):
     params = nnx.to_pure_dict(nnx.state(cell))
     rnn = mogrifier_jax.RNN(cell.spec)
     return lambda xs: rnn.apply({"params": {"cell": params}}, xs)
+
+
+class Doubled(mogrifier_jax.nnx.LSTMCell):
+    """A cell whose output is not its state."""
+
+    def __call__(self, carry, inputs):
+        carry, h = super().__call__(carry, inputs)
+        return carry, 2 * h
+
+
+@pytest.mark.parametrize("with_carry", [False, True])
+def test_a_step_that_a_subclass_overrides_is_run(with_carry):
+    xs = jax.random.normal(jax.random.key(0), (2, 5, 3))
+    cells = [make(3, 4, rngs=nnx.Rngs(0)) for make in (mogrifier_jax.nnx.LSTMCell, Doubled)]
+    given = {"initial_carry": cells[0].initialize_carry((2, 3))} if with_carry else {}
+    want, ys = (mogrifier_jax.nnx.RNN(cell)(xs, **given) for cell in cells)
+    np.testing.assert_allclose(ys, 2 * want, rtol=1e-5, atol=1e-6)

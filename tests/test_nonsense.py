@@ -17,12 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax import configs, distributed, errors, main, nnx
+from mogrifier_jax import (
+    command_line,
+    command_process,
+    configs,
+    distributed,
+    errors,
+    failures,
+    jax_settings,
+    nnx,
+)
 from mogrifier_jax.analysis import sweeps
-from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import eval_options, scoring, trained
-from mogrifier_jax.nn import from_flax, layers, rnn
-from mogrifier_jax.training import compiler
+from mogrifier_jax.data import corpora, vocabularies
+from mogrifier_jax.evaluation import eval_options, evaluate_command, trained_model
+from mogrifier_jax.nn import from_flax, from_pytorch, layers, rnn
 from tests import workdir as written
 
 # Nonsense from Python.
@@ -31,14 +39,16 @@ from tests import workdir as written
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "run"
-    return trained.load(written.write(folder, "some text\nof letters\n", num_layers=1, rounds=1))
+    return trained_model.load(
+        written.write(folder, "some text\nof letters\n", num_layers=1, rounds=1)
+    )
 
 
 def score(**changes):
     asked = eval_options.defaults()
     with asked.unlocked():
         asked.update_from_flattened_dict(changes)
-    return scoring.run(["none"], asked)
+    return evaluate_command.evaluate_workdirs(["none"], asked)
 
 
 NONSENSE = {
@@ -69,7 +79,7 @@ NONSENSE = {
         lambda m: score(**{"dyneval.epsilons": "0"}),
         "eval.dyneval.epsilons 0.0 must be above",
     ),
-    "hidden_size": (lambda m: layers.LSTMCell(2.5), "hidden_size 2.5 must be a whole number"),
+    "features": (lambda m: layers.LSTMCell(2.5), "features 2.5 must be a whole number"),
     "rounds": (lambda m: layers.MogrifierLSTMCell(4, rounds=10**6), "rounds 1000000 must be"),
     "forget_bias": (lambda m: layers.LSTMCell(4, forget_bias=math.nan), "forget_bias nan must"),
     "dtype": (lambda m: layers.LSTMCell(4, dtype=jnp.int32), "dtype .* floating point"),
@@ -94,7 +104,7 @@ NONSENSE = {
     },
     "nnx.Mogrifier(8, 0)": (
         lambda m: nnx.Mogrifier(8, 0, rngs=flax.nnx.Rngs(0)),
-        "in_features 0 must be",
+        "hidden_features 0 must be",
     ),
     "no features": (
         lambda m: rnn.RNN(layers.LSTMCell(4)).init(jax.random.key(0), jnp.ones((2, 3, 0))),
@@ -120,7 +130,7 @@ NONSENSE = {
     "save(5)": (lambda m: m.save(5), "path=5 is not a path"),
     "save(array)": (lambda m: m.save(np.int8([1, -1])), "is not a path"),
     "load(array)": (
-        lambda m: trained.load(np.zeros((2, 3))),
+        lambda m: trained_model.load(np.zeros((2, 3))),
         r"^workdir array[^\n]* is not a path",
     ),
     "carry of texts": (lambda m: run_linen(initial_carry=np.array(["a"])), "is not a carry"),
@@ -140,11 +150,24 @@ NONSENSE = {
     ),
     "zigzag": (lambda m: layers.LSTMCell(4, zigzag=5), "zigzag 5 must be True or False"),
     "params": (lambda m: from_flax.convert(nn.LSTMCell(4), 5), "params 5 must be a mapping"),
-    "vocabulary": (lambda m: corpora.Vocabulary.from_json(5), "is not valid JSON"),
+    "vocabulary": (lambda m: vocabularies.Vocabulary.from_json(5), "is not valid JSON"),
     "several lines": (lambda m: m.predict("some", top=jnp.ones((2, 2))), r"^top Array[^\n]* must"),
-    "load('')": (lambda m: trained.load(""), "workdir is an empty text; give"),
+    "which of numbers": (
+        lambda m: trained_model.load("runs/x", which=np.zeros((2, 3))),
+        r"^checkpoint array[^\n]* is unknown",
+    ),
+    "rounds of numbers": (
+        lambda m: from_pytorch.convert({}, rounds=np.zeros((2, 3))),
+        r"^rounds array[^\n]* must be",
+    ),
+    "lengths of numbers": (
+        lambda m: run_linen(seq_lengths=np.zeros((2, 3))),
+        r"^seq_lengths array[^\n]* must be",
+    ),
+    "load('')": (lambda m: trained_model.load(""), "workdir is an empty text; give"),
     "to_flax": (lambda m: from_flax.to_flax(5), "5 is not a cell"),
-    "load(5)": (lambda m: trained.load(5), "workdir 5 is not a path"),
+    "load(long)": (lambda m: trained_model.load("x" * 5000), "^workdir x*(...)? does not exist"),
+    "load(5)": (lambda m: trained_model.load(5), "workdir 5 is not a path"),
     "seq_lengths": (lambda m: run_linen(seq_lengths="x"), "seq_lengths 'x' must be"),
     "seq_lengths in NNX": (lambda m: run_nnx(seq_lengths="x"), "seq_lengths 'x' must be"),
     "initial_carry": (lambda m: run_linen(initial_carry=5), "initial_carry 5 is not a carry"),
@@ -236,14 +259,14 @@ def test_a_broken_experiment_is_named_with_its_line(tmp_path):
     path = tmp_path / "experiment.py"
     path.write_text("def get_config():\n    return {}['x']\n")
     with pytest.raises(errors.UsageError, match=r"experiment.py.*line 2: KeyError") as refused:
-        main.explain_config(str(path))
+        configs.load_config(str(path))
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("form", ["--config=/dev/zero", "--config /dev/zero", "--config=/"])
 def test_a_device_is_no_experiment(form):
     with pytest.raises(errors.UsageError, match="is not a file"):
-        main.parse_flags(["main", *form.split()])
+        command_line.parse(["main", *form.split()])
 
 
 # The environment.
@@ -253,19 +276,19 @@ def test_a_device_is_no_experiment(form):
     "said", ["RESOURCE_EXHAUSTED: no room\nat", "Unable to initialize backend"]
 )
 def test_what_jax_says_of_devices_is_one_sentence(said):
-    with pytest.raises(errors.UsageError, match=said.splitlines()[0]), main.sentences():
+    with pytest.raises(errors.UsageError, match=said.splitlines()[0]), failures.explained():
         raise RuntimeError(said)
-    with pytest.raises(RuntimeError, match="INTERNAL"), main.sentences():  # Control: a bug.
+    with pytest.raises(RuntimeError, match="INTERNAL"), failures.explained():  # Control: a bug.
         raise RuntimeError("INTERNAL")
 
 
 @pytest.mark.parametrize("value", ["--xla_nonsense=1", "nonsense"])
 def test_flags_that_would_abort_the_process_are_refused(value, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    compiler.check_flags()  # Control.
+    jax_settings.check_xla_flags()  # Control.
     monkeypatch.setenv("XLA_FLAGS", value)
     with pytest.raises(errors.UsageError, match=rf"XLA_FLAGS='{value}' cannot be read \(\w+"):
-        compiler.check_flags()
+        jax_settings.check_xla_flags()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -274,7 +297,7 @@ def test_output_of_any_encoding(encoding, monkeypatch):
     with pytest.raises(UnicodeEncodeError):  # Control.
         print("\u25bc \ud800", file=out)
     monkeypatch.setattr(sys, "stdout", out)
-    main.prepare_streams()
+    command_process.prepare_streams()
     print("a\u25bc\ud800", flush=True)
     assert out.buffer.getvalue().startswith(b"a")
 
@@ -331,7 +354,7 @@ def test_variables_of_a_pod_that_do_not_fit_are_one_sentence(monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
-    place = distributed.find_place(environment={"TPU_WORKER_HOSTNAMES": "a,b"})
+    place = distributed.find_cluster(environment={"TPU_WORKER_HOSTNAMES": "a,b"})
     with (
         pytest.raises(
             errors.UsageError, match=r"cannot find the other processes .*TPU_WORKER_HOST"

@@ -16,27 +16,40 @@ import mogrifier_jax
 ROOT = pathlib.Path(__file__).parents[1]
 HEAVY = {"tensorflow_datasets", "tensorflow", "matplotlib", "tensorboardX", "optuna", "torch"}
 HEAVY |= {"orbax", "pandas", "array_record", "scipy"}
+EXPERIMENTS = [*ROOT.glob("experiments/*.py"), *ROOT.glob("experiments/studies/*.json")]
+URL = "https://example.org/someone/mogrifier_jax"
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from what git knows of, as the sources may have been built before."""
+def source(tmp_path_factory):
+    """What git knows of, as the sources may have been built before."""
     pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
+    source = tmp_path_factory.mktemp("source")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     for name in listed.stdout.splitlines() or pytest.skip("not a checkout"):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+def build_wheel(source, folder, **variables):
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True
+        [sys.executable, "-c", build, str(folder)],
+        cwd=source,
+        env={**os.environ, **variables},
+        check=True,
+        capture_output=True,
     )
     return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    return build_wheel(source, tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +87,44 @@ def run(python, tmp_path):
     return run
 
 
-def test_the_wheel_has_the_package_and_nothing_else(wheel):
+def read_wheel(wheel):
+    """The names of its files, and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith("METADATA"))
-        about = email.message_from_bytes(archive.read(metadata))
+        return names, email.message_from_bytes(archive.read(metadata))
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel):
+    names, about = read_wheel(wheel)
     assert {name.split("/")[0] for name in names if "dist-info" not in name} == {"mogrifier_jax"}
     assert "mogrifier_jax/evaluation/paper_results.json" in names
     assert "mogrifier_jax/data/datasets/ptb.py" in names
     files = {f"mogrifier_jax/analysis/explore.{kind}" for kind in ("css", "html", "js")}
     assert files <= set(names)
+    experiments = {f"mogrifier_jax/{path.relative_to(ROOT)}" for path in EXPERIMENTS}
+    assert experiments and experiments <= set(names)
+    assert "mogrifier_jax/evaluation/shipped/pydoc.safetensors" in names
     assert any(name.endswith("LICENSE") for name in names) and "mogrifier_jax/py.typed" in names
     assert about["Name"] == "mogrifier_jax" and about["Version"] == mogrifier_jax.__version__
     needed = [item for item in about.get_all("Requires-Dist") if "extra ==" not in item]
     assert not any(re.match("tensorflow|matplotlib|optuna|torch|tensorboard", n) for n in needed)
     assert any(name.startswith("flax") for name in needed)
+
+
+def test_the_wheel_has_the_command_and_the_experiments(wheel, run):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+        assert "mogrifier = mogrifier_jax.main:run" in archive.read(entry_points).decode()
+    experiments = {path.stem for path in (ROOT / "experiments").glob("*.py")}
+    assert {f"mogrifier_jax/experiments/{name}.py" for name in experiments} <= set(names)
+    assert "mogrifier_jax/experiments/studies/pydoc.json" in names
+    program = "import sys; from mogrifier_jax import main; sys.argv[1:] = {}; main.run()"
+    listed = run(program.format(["--mode=config"])).splitlines()
+    assert {line.split()[0].removeprefix("--config=") for line in listed} == experiments
+    shown = run(program.format(["--mode=config", "--config=enwik8:lstm,48m"]))
+    assert "data.name = 'enwik8'" in shown and "model.rounds = 0" in shown
 
 
 def test_the_cell_of_the_readme_learns_outside_the_repository(run):
@@ -144,3 +180,36 @@ def test_every_module_is_in_the_wheel_and_none_needs_the_repository(run):
     ).stdout
     names = [name for name in names if name.replace(".", "/") + ".py" in listed.split()]
     run(f"import importlib\nfor name in {names}: importlib.import_module(name)")
+
+
+def test_links_of_the_description_work_on_a_package_index(wheel, source, tmp_path):
+    _, about = read_wheel(wheel)
+    _, with_url = read_wheel(build_wheel(source, tmp_path, PROJECT_URL=URL))
+    links = re.compile(r"\]\(([^)]+)\)")
+    # Without an address there is nothing to link to; with one, links lead to files of the version.
+    plain, linked = (links.findall(each.get_payload()) for each in (about, with_url))
+    assert plain and all(target.startswith("https://arxiv.org/") for target in plain)
+    assert len(linked) > 20 and all(target.startswith("https://") for target in linked)
+    ours = [target for target in linked if target.startswith(URL)]
+    for target in ours:
+        kind, version, path = target.partition("#")[0].removeprefix(f"{URL}/").split("/", 2)
+        assert version == f"v{mogrifier_jax.__version__}" and (ROOT / path).is_file()
+        assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob")
+    assert f"{URL}/raw/v{mogrifier_jax.__version__}/docs/explore.png" in ours
+    addresses = dict(each.split(", ") for each in with_url.get_all("Project-URL"))
+    assert addresses["Source"] == URL and {"Documentation", "Issues", "Changelog"} <= set(addresses)
+    assert "](docs/" in (ROOT / "README.md").read_text()  # So it would be seen.
+
+
+def test_the_command_and_its_experiments_work_outside_the_repository(wheel, run):
+    with zipfile.ZipFile(wheel) as archive:
+        (points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        entry = re.search(r"^mogrifier = ([\w.]+):(\w+)$", archive.read(points).decode(), re.M)
+    module, function = entry.groups()
+    command = "import sys; sys.argv[1:] = ['--mode=config', '--config=pydoc:lstm']; "
+    printed = run(command + f"from {module} import {function}; {function}()")
+    assert "model.rounds" in printed
+    program = (
+        "import mogrifier_jax; m = mogrifier_jax.load('pydoc'); print(m.score('The ').nats.shape)"
+    )
+    assert run(program).split() == ["(4,)"]

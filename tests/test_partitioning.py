@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from experiments import pydoc
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.data import corpora
+from mogrifier_jax.data import corpora, vocabularies
 from mogrifier_jax.preflight import costs
 from mogrifier_jax.training import evaluate, programs, runs
 
@@ -83,7 +83,7 @@ def make_config():
 def read_odd_text(name, **options):
     """A corpus of seventeen types, which no mesh can split."""
     text = "".join(chr(ord("a") + (i * i + i // 7) % 15) + "\n" * (i % 9 == 0) for i in range(2000))
-    vocab = corpora.Vocabulary.from_text(text, "character")
+    vocab = vocabularies.Vocabulary.from_text(text, "character")
     assert len(vocab) == 17
     split = vocab.encode_split(text)
     return corpora.Corpus(name, "character", vocab, split, split, split)

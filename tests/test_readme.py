@@ -7,6 +7,7 @@ overrides they name, without being carried out; Python examples are run.
 import ast
 import configparser
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
@@ -18,7 +19,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import pydoc
-from mogrifier_jax import configs, errors, launch, main
+from mogrifier_jax import command_line, configs, errors, launch, main
 from mogrifier_jax.data import corpora
 from mogrifier_jax.evaluation import eval_options, methods
 from tests import workdir
@@ -80,7 +81,9 @@ def split(line):
 
 
 def is_command(word):
-    return bool(re.fullmatch(r"(\S*/)?(python3?|pip|make)|--\w.*|launch/\S+\.sh|sbatch", word))
+    return bool(
+        re.fullmatch(r"(\S*/)?(python3?|pip|make|mogrifier)|--\w.*|launch/\S+\.sh|sbatch", word)
+    )
 
 
 def check_command(words):
@@ -90,6 +93,8 @@ def check_command(words):
         check_main(["--config=experiments/text.py", *words])
     elif name.startswith("python"):
         check_python(arguments)
+    elif name == "mogrifier":
+        check_main(arguments)
     elif name == "pip":
         check_pip(arguments)
     elif name == "make":
@@ -98,8 +103,8 @@ def check_command(words):
         variables = re.findall(r"^(\w+) \?=", makefile, re.M)
         arguments = [word for word in arguments if word.partition("=")[0] not in variables]
         require(arguments, [word for word in arguments if word not in targets])
-    else:  # A script of launch/, perhaps after sbatch.
-        script = arguments[0] if name == "sbatch" else words[0]
+    else:  # A script of launch/, perhaps after sbatch and its options.
+        script, *arguments = itertools.dropwhile(lambda word: not word.startswith("launch/"), words)
         require([script], [] if os.access(ROOT / script, os.X_OK) else [script])
         if flagged := [word for word in arguments if word.startswith("--")]:
             check_main(flagged)
@@ -118,7 +123,7 @@ def check_python(arguments):
     found = importlib.util.find_spec(module)
     if found is None:
         raise Wrong(f"there is no module {module}")
-    if module == "mogrifier_jax.main":
+    if module in ("mogrifier_jax", "mogrifier_jax.main"):
         check_main(arguments)
     elif module == "mogrifier_jax.launch":
         launched = []
@@ -153,9 +158,9 @@ def check_main(arguments):
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["main", *arguments])
         flags.FLAGS.unparse_flags()
-        rest = main.parse_flags(sys.argv)
+        rest = command_line.parse(sys.argv)
         mode, config = flags.FLAGS.mode, flags.FLAGS.config
-        if len(rest) > 1 or mode not in main.MODES:
+        if len(rest) > 1 or mode not in command_line.MODES:
             raise Wrong(f"{rest[1:]} are no flags, or --mode={mode} is no mode")
         if mode in ("train", "preflight") and config is None:
             raise Wrong(f"--mode={mode} needs an experiment")
@@ -178,8 +183,8 @@ def test_commands_are_found():
     """The pages have as many commands as they seem to have."""
     for page in ("README.md", "docs/evaluation.md", "docs/pods.md", "experiments/README.md"):
         text = (ROOT / page).read_text()
-        shown = len(re.findall(r"^\s*(?:\.venv/bin/)?python -m mogrifier_jax", text, re.M))
-        found = sum("mogrifier_jax" in " ".join(words[:3]) for words in commands(text))
+        shown = len(re.findall(r"^\s*(?:python -m mogrifier_jax|mogrifier --)", text, re.M))
+        found = sum("mogrifier" in " ".join(words[:3]) for words in commands(text))
         assert found == shown > 0
 
 
@@ -194,6 +199,8 @@ def test_commands_are_found():
         "python -m mogrifier_jax.main --mode=evaluate --workdir=runs/ptb --eval.methods=mcc",
         "python -m mogrifier_jax.main --workdir=runs/ptb",
         "python -m mogrifier_jax.mian",
+        "mogrifier --config=pbt",
+        "mogrifier --config=ptb --wrokdir=runs/ptb",
         "python -m mogrifier_jax.launch --processes=2 -- --config=experiments/pbt.py",
         "python -m benchmarks.recurrence --no_such_flag",
         "python examples/forcasting.py",
@@ -253,15 +260,26 @@ def unknown_names(text):
         if re.fullmatch(r"[\w./-]+\.(py|sh|yaml|md)", code):
             if not any((ROOT / folder / code).exists() for folder in FOLDERS):
                 yield code
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        yield from () if target.startswith("http") else [("link", target)]
+    for target in re.findall(r"\]\(([^):]+)\)", text):
+        yield "link", target
+
+
+def anchors(path):
+    """The names of the headings of a page, as links have them."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        kept = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower())
+        yield kept.replace(" ", "-")
 
 
 def broken(path, text):
     for name in unknown_names(text):
         if not isinstance(name, tuple):
             yield name
-        elif not (ROOT / path).parent.joinpath(name[1]).exists():
+            continue
+        file, _, anchor = name[1].partition("#")
+        target = (ROOT / path).parent / file if file else ROOT / path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
             yield name[1]
 
 
@@ -279,6 +297,7 @@ def test_names_and_links_in_sentences_exist(path):
     [
         *("use `--eval.strips=0`", "`--config.data.nam=x`", "`--pear_timeout`"),
         *("see `tests/golde.py`", "[here](docs/non.md)", "| `preflihgt.py` |"),
+        *("[here](docs/data.md#your-text)", "[here](#citing)"),
     ],
 )
 def test_mistakes_in_sentences_are_found(text):

@@ -18,15 +18,18 @@ ALLOWED = {
 }
 # The modules beside the rooms that they may import.
 COMMON = {
-    room: {"errors", "files", "configs", "hardware", "partitioning", "distributed"}
+    room: {
+        *("errors", "options", "files", "configs", "config_keys"),
+        *("hardware", "partitioning", "distributed", "buckets"),
+    }
     for room in ALLOWED
 }
-COMMON |= {"nn": {"errors"}, "data": {"errors", "files"}}
+COMMON |= {"nn": {"errors", "options"}, "data": {"errors", "files", "buckets"}}
 
 
 # Both are imported when they are called: a method of the public model opens the page, and what
 # converts a cell of NNX returns ours.
-EXCEPTIONS = {("trained.py", "analysis.explore"), ("from_flax.py", "nnx")}
+EXCEPTIONS = {("trained_model.py", "analysis.explore"), ("from_flax.py", "nnx")}
 
 
 def imported(source):

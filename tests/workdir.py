@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from experiments import text as experiment
-from mogrifier_jax.data import corpora
+from mogrifier_jax.data import vocabularies
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import averaging, checkpoints, workdirs
 from tests import quick
@@ -16,7 +16,7 @@ def write(folder, text, **model_options):
     with config.unlocked():
         config.model.update(model_options)
         config.data.window = 8
-    return write_run(folder, config, corpora.Vocabulary.from_text(text, config.data.level))
+    return write_run(folder, config, vocabularies.Vocabulary.from_text(text, config.data.level))
 
 
 def write_run(folder, config, vocab):
@@ -30,8 +30,8 @@ def write_run(folder, config, vocab):
         return {"params": params, "average": averaging.make_averaging("triggered").init(params)}
 
     workdirs.write_run_files(folder, config, vocab.to_json())
-    seal = workdirs.seal(config, vocab.to_json())
-    with checkpoints.Checkpoints(folder, seal=seal) as saved:
+    fingerprint = workdirs.make_fingerprint(config, vocab.to_json())
+    with checkpoints.Checkpoints(folder, fingerprint=fingerprint) as saved:
         saved.save(3, make_state(jax.random.key(0)), info={"temperature": 0.9}, best=True)
     return folder
 

@@ -1,6 +1,6 @@
 "use strict";
 // Reads the data of the page, keeps one state, and draws everything from it. `explore.py` makes the
-// data; N is the number of tokens, U that of a map's units. Tokens, layers, runs count from 0 here.
+// data; N is the number of tokens, U that of the units of a map. Tokens, layers and runs count from 0.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const N = DATA.tokens.length;
@@ -8,7 +8,8 @@ const PAPER = "1909.01792", REWIRED_PAPER = "2211.01848";
 const WORDS = DATA.level === "word";
 const MOST_BITS = WORDS ? 14 : 8; // Where the shading of surprisal is strongest,
 const MOST_APART = WORDS ? 3 : 2; // and that of differences.
-const GUTTER = 132, LANE = 46, GAP = 6;
+const LANE = 46, GAP = 6;
+let GUTTER = 132, LABEL = 0; // Labels are to the left of the plots, or above them where it is narrow.
 const ORDERS = { mean: "mean", pattern: "pattern", change: "change", token: "this token", unit: "unit" };
 const GATES = ["f", "i", "j", "o", "c", "r", "u", "n", "h"];
 
@@ -62,7 +63,10 @@ function colourRuns() {
     for (const run of DATA.runs.filter((each) => each.name in usual === named)) run.colour = `--run${free.splice(named ? free.indexOf(usual[run.name]) : 0, 1)[0]}`;
 }
 
-const spell = (word) => (word === DATA.eos ? "↵" : word === " " ? "␣" : word);
+const spell = (word) => (word === DATA.eos ? "↵" : word === " " ? "␣" : word === DATA.unknown ? "unknown" : word);
+const isUnknown = (word) => word === DATA.unknown; // The vocabulary lacks it.
+const isRare = (word) => word === "<unk>" && DATA.unknown !== "<unk>"; // The corpus itself writes so.
+const kind = { word: "word", character: "character", byte: "byte" }[DATA.level];
 const wordAt = (t) => DATA.words[DATA.tokens[t]];
 const shown = (t) => (t in DATA.spelling ? DATA.spelling[t] : spell(wordAt(t)));
 const current = () => DATA.runs[state.run];
@@ -71,7 +75,7 @@ const valueOf = (m, row, t) => m.values[row * N + t] * m.unit;
 
 const state = {
   run: 0, against: -1, layer: 0, map: "", token: 0, pin: -1, unit: -1, shade: "surprisal",
-  order: "mean", contrast: "range", zoom: 0, theme: "", hover: -1, hoverUnit: -1,
+  order: "pattern", contrast: "change", zoom: 0, theme: "", hover: -1, hoverUnit: -1,
 };
 
 // Colours. A palette goes from its first to its last colour, with what is neutral at the background.
@@ -123,7 +127,7 @@ function reach(m) {
   }
   return m[key];
 }
-const place = (m, v, row) => (raw(m, v) - (state.contrast === "change" ? rowMeans(m)[row] : 0)) / reach(m);
+const scaled = (m, v, row) => (raw(m, v) - (state.contrast === "change" ? rowMeans(m)[row] : 0)) / reach(m);
 const kindOf = (m) => (m.kind === "gate" && state.contrast === "change" ? "signed" : m.kind); // Of colours.
 function ends(m) {
   const r = reach(m), power = (e) => `×${digits(2 ** e, e > 0 ? 1 : 3).replace(/\.?0+$/, "")}`;
@@ -221,19 +225,23 @@ function writeText() {
   spans = DATA.tokens.map((_, t) => {
     const span = document.createElement("span");
     const end = wordAt(t) === DATA.eos;
-    span.textContent = end ? "↵" : t in DATA.spelling ? DATA.spelling[t] : wordAt(t);
+    span.textContent = end ? "↵" : t in DATA.spelling ? DATA.spelling[t] : isUnknown(wordAt(t)) ? "unknown" : wordAt(t);
     span.dataset.token = t;
     if (end) span.className = "eos";
-    if (wordAt(t) === DATA.unknown) {
+    if (isUnknown(wordAt(t))) {
       span.classList.add("unknown");
-      span.title = `unknown: the vocabulary lacks it, and the model reads ${DATA.unknown}`;
+      span.title = `This ${kind} is not in the vocabulary. The model reads all of them as one token.`;
+    }
+    if (isRare(wordAt(t))) {
+      span.classList.add("rare");
+      span.title = "The corpus itself has replaced a rare word by this token.";
     }
     $("text").append(span, end ? "\n" : WORDS ? " " : "");
     return span;
   });
-  const unknown = spans.filter((span) => span.classList.contains("unknown")).length;
-  const kind = { word: "word", character: "character", byte: "byte" }[DATA.level];
-  $("source").textContent = `${DATA.source[0].toUpperCase()}${DATA.source.slice(1)}; ${N} tokens, each a ${kind}` + (unknown ? `; ${unknown} unknown, underlined` : "") + ".";
+  const count = (name) => spans.filter((span) => span.classList.contains(name)).length;
+  const [unknown, rare] = [count("unknown"), count("rare")];
+  $("source").textContent = `${DATA.source[0].toUpperCase()}${DATA.source.slice(1)}; ${N} tokens, each a ${kind}` + (unknown ? `; ${unknown} unknown to the vocabulary, underlined` : "") + (rare ? `; ${rare} written <unk> by the corpus, dotted` : "") + ".";
 }
 
 function shadeOf() {
@@ -250,7 +258,7 @@ function shadeOf() {
   if (state.shade === "unit") {
     const row = m.kept.indexOf(state.unit), kind = kindOf(m), [from, to] = ends(m);
     const pairs = { factor: [p.up, p.down], gate: [p.open, p.open], signed: [p.plus, p.minus] }[kind];
-    return { at: (t) => strong(pairs[t < 0 ? 1 : 0], Math.min(1, Math.abs(t))), low: kind === "gate" ? 0 : -1, high: 1, from, to, what: `unit ${state.unit} of ${short(m.name)}`, value: (t) => place(m, valueOf(m, row, t), row) };
+    return { at: (t) => strong(pairs[t < 0 ? 1 : 0], Math.min(1, Math.abs(t))), low: kind === "gate" ? 0 : -1, high: 1, from, to, what: `unit ${state.unit} of ${short(m.name)}`, value: (t) => scaled(m, valueOf(m, row, t), row) };
   }
   return { at: (t) => strong(p.surprise, clamp(t, 0, 1)), low: 0, high: 1, from: "0", to: `${MOST_BITS}+`, what: `bits of surprise, ${run.name}`, value: (t) => run.bits[t] / MOST_BITS };
 }
@@ -319,7 +327,7 @@ function showDiagram() {
   let x = 8;
   if (run.rounds) {
     const row = { x: top, h: below };
-    const at = (i) => left + i * step; // Where round i is; x⁻¹ and h⁰ are in place 0.
+    const at = (i) => left + i * step; // Where round i is; x⁻¹ and h⁰ are in column 0.
     for (const s of ["x", "h"]) {
       parts.push(`<text class="start" x="20" y="${row[s] + 24}">${s}${s === "x" ? "⁻¹" : "⁰"}</text>`);
       let end = 36;
@@ -356,5 +364,7 @@ function showDiagram() {
   parts.push(`<text x="${x + (gates.length * pitch - 6) / 2}" y="${y + height + 16}">${cell}</text>`);
   const wide = x + gates.length * pitch + 4;
   $("diagram").innerHTML = `<svg width="${wide}" viewBox="0 0 ${wide} ${run.rounds ? below + height + 6 : 64}" role="group" aria-label="Rounds and gates"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L6 3L0 6z" fill="${css("--hover")}"/></marker></defs>${parts.join("")}${nodes.join("")}</svg>`;
+  const box = $("diagram"), chosen = box.querySelector(".chosen").getBoundingClientRect(), around = box.getBoundingClientRect();
+  box.scrollLeft += chosen.left + chosen.width / 2 - around.left - around.width / 2; // Where it is too wide.
 }
 

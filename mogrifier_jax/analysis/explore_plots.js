@@ -13,8 +13,11 @@ function surface(canvas, height) {
   context.clearRect(0, 0, view.width, height);
   return context;
 }
+const isNarrow = () => $("plots").clientWidth < 560;
 function layOut() {
   view.width = $("plots").clientWidth;
+  [GUTTER, LABEL] = isNarrow() ? [1, 17] : [132, 0];
+  document.body.classList.toggle("narrow", isNarrow());
   const space = view.width - GUTTER - 2;
   const fit = Math.min(space / N, 34);
   view.column = state.zoom ? Math.max(fit, state.zoom) : fit;
@@ -60,7 +63,7 @@ function paint(m, order) {
     return (255 << 24) | (blue << 16) | (green << 8) | red;
   });
   order.forEach((row, k) => {
-    for (let t = 0; t < N; t++) pixels[k * N + t] = colours[Math.round(256 * (clamp(place(m, valueOf(m, row, t), row), -1, 1) + 1))];
+    for (let t = 0; t < N; t++) pixels[k * N + t] = colours[Math.round(256 * (clamp(scaled(m, valueOf(m, row, t), row), -1, 1) + 1))];
   });
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [N, order.length];
@@ -81,7 +84,7 @@ function makeHeats() {
     const heat = { m, order, canvas, height: clamp(2 * order.length, 110, runs.length > 1 ? 220 : 300), image: paint(m, order) };
     const some = order.length < m.units ? `${order.length} of ${m.units} units, those that vary most` : `${m.units} units`;
     box.className = "plot";
-    box.innerHTML = `<div class="gutter" style="top:4px"><b style="color:var(${DATA.runs[k].colour})">${escape(run.name)}</b><br><span class="math"><i>${short(m.name)}</i></span><br>${some}</div>`;
+    box.innerHTML = `<div class="gutter" style="top:4px"><b style="color:var(${DATA.runs[k].colour})">${escape(run.name)}</b><br> <span class="math"><i>${short(m.name)}</i></span><br> ${some}</div>`;
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `${run.name}, layer ${state.layer + 1}, ${short(m.name)}: units by tokens`);
     const find = (event) => {
@@ -127,9 +130,9 @@ function drawLines(t) {
     canvas.onclick = (event) => tokenAt(event) >= 0 && update({ token: tokenAt(event) });
   }
   box.querySelectorAll(".gutter").forEach((element) => element.remove());
-  const context = surface(canvas, list.length * (LANE + GAP));
+  const tall = LABEL + LANE + GAP, context = surface(canvas, list.length * tall);
   list.forEach((lane, k) => {
-    const top = k * (LANE + GAP) + 4, bottom = top + LANE - 4;
+    const top = k * tall + LABEL + 4, bottom = top + LANE - 4;
     let low = lane.base, high = lane.base;
     if (low === undefined) [low, high] = [Infinity, -Infinity];
     for (const [values] of lane.lines) for (const v of values) { low = Math.min(low, v); high = Math.max(high, v); }
@@ -152,9 +155,9 @@ function drawLines(t) {
       context.stroke();
     });
     const now = lane.lines.map(([values, name]) => `<b style="color:var(${name})">${digits(values[t])}</b>`).join(" ");
-    box.insertAdjacentHTML("beforeend", `<div class="gutter" id="lane-${lane.id}" style="top:${top + 2}px">${lane.name}<br>${now}<br>${digits(low, 2)} to ${digits(high, 2)}</div>`);
+    box.insertAdjacentHTML("beforeend", `<div class="gutter" id="lane-${lane.id}" style="top:${top - LABEL + 2}px">${lane.name}<br> ${now}<br> ${digits(low, 2)} to ${digits(high, 2)}</div>`);
   });
-  mark(context, list.length * (LANE + GAP));
+  mark(context, list.length * tall);
 }
 function mark(context, height) {
   for (const [t, name] of [[state.hover, "--hover"], [state.pin, "--pin"], [state.token, "--pick"]]) {
@@ -186,15 +189,16 @@ function drawPlots() {
 }
 function drawAxis() {
   const tilted = WORDS && view.column < 60;
-  const context = surface($("axis"), WORDS && view.column > 11 ? 88 : 24);
+  const context = surface($("axis"), WORDS && view.column > 11 ? (isNarrow() ? 120 : 106) : 24);
   context.textAlign = "center";
   const label = (t, name) => {
     context.fillStyle = css(name);
     context.font = `${name === "--pick" ? "bold " : ""}${clamp(view.column + 1, 9, 13)}px ${css("--mono")}`;
     context.save();
     context.translate(left(t) + view.column / 2, 15);
-    if (tilted) { context.rotate(-1); context.textAlign = "right"; context.translate(0, 2); }
-    context.fillText(shown(t).slice(0, 12), 0, 0);
+    if (tilted) { context.rotate(isNarrow() ? -1.5 : -1); context.textAlign = "right"; context.translate(0, 2); }
+    const word = shown(t);
+    context.fillText(word.length > 12 ? `${word.slice(0, 11)}…` : word, 0, 0);
     context.restore();
   };
   if (view.column > (WORDS ? 11 : 6.5)) {
@@ -205,10 +209,14 @@ function drawAxis() {
   context.font = `11px ${css("--sans")}`;
   const every = [10, 20, 50, 100, 200, 500].find((n) => n * view.column > 50);
   for (let t = every - 1; t < N; t += every)
-    if (t >= view.first && t < view.first + view.count && Math.abs(t - state.token) * view.column > 40) context.fillText(t + 1, Math.min(left(t) + view.column / 2, view.width - 12), 13);
+    if (t >= view.first && t < view.first + view.count && Math.abs(t - state.token) * view.column > 40) {
+      const half = context.measureText(t + 1).width / 2 + 1; // The last one must not leave the canvas.
+      context.fillText(t + 1, clamp(left(t) + view.column / 2, half, view.width - half), 13);
+    }
   context.fillStyle = css("--pick");
   context.font = `bold 12px ${css("--mono")}`;
-  context.fillText(shown(state.token).slice(0, 16), clamp(left(state.token) + view.column / 2, GUTTER + 8, view.width - 30), 14);
+  const word = shown(state.token).slice(0, 16), half = context.measureText(word).width / 2 + 1;
+  context.fillText(word, clamp(left(state.token) + view.column / 2, GUTTER + half, view.width - half), 14);
 }
 const quote = (t) => `<b>${escape(shown(t))}</b>`;
 function factor(m, v) {
@@ -242,8 +250,8 @@ function context(t) {
   return `${t > reachOf ? "…" : ""}${range(Math.max(0, t - reachOf), t)}${between}<em>${escape(shown(t))}</em>${between}${range(t + 1, Math.min(N, t + 1 + Math.floor(reachOf / 2)))}`;
 }
 function head(t, pin) {
-  const unknown = wordAt(t) === DATA.unknown ? `<br>unknown, read as ${escape(DATA.unknown)}` : "";
-  return `<div class="head${pin ? " pin" : ""}"><div class="glyph${shown(t).length > 6 ? " long" : ""}">${escape(shown(t))}</div>
+  const unknown = isUnknown(wordAt(t)) ? "<br>unknown to the vocabulary" : "";
+  return `<div class="head${pin ? " pin" : ""}"><div class="glyph${shown(t).length > 2 ? " long" : ""}${isUnknown(wordAt(t)) ? " unknown" : ""}">${escape(shown(t))}</div>
     <div><span class="note">${pin ? "pinned: " : ""}token <b>${t + 1}</b> of ${N}${unknown}</span><br><span class="context">${context(t)}</span></div></div>`;
 }
 function facts(run, t) {
@@ -255,12 +263,12 @@ function facts(run, t) {
 }
 function guesses(run, t, actual) { // What is expected after t tokens.
   const K = run.ids.length / (N + 1), rows = [];
-  for (let place = 0; place < K; place++) rows.push([run.ids[t * K + place], run.probabilities[t * K + place]]);
+  for (let k = 0; k < K; k++) rows.push([run.ids[t * K + k], run.probabilities[t * K + k]]);
   const real = actual < N ? DATA.tokens[actual] : -1;
   const list = rows.map(([id, p]) => [id, p, id === real]);
   if (real >= 0 && !list.some((row) => row[2])) list.splice(K - 1, 1, [real, 2 ** -run.bits[actual], true]);
   const most = list[0][1];
-  return `<div style="--own:var(${run.colour})">${DATA.runs.length > 1 ? `<h3 style="color:var(--own)">${escape(run.name)}</h3>` : ""}${list.map(([id, p, is]) => `<div class="guess${is ? " real" : ""}"><code>${escape(spell(DATA.words[id]))}</code><i style="width:${(100 * p) / most}%"></i><span>${percent(p)}</span></div>`).join("")}</div>`;
+  return `<div style="--own:var(${run.colour})">${DATA.runs.length > 1 ? `<h3 style="color:var(--own)">${escape(run.name)}</h3>` : ""}${list.map(([id, p, is]) => `<div class="guess${is ? " real" : ""}"><code${isUnknown(DATA.words[id]) ? ' class="unknown"' : ""} title="${escape(DATA.words[id])}">${escape(spell(DATA.words[id]))}</code><i style="width:${(100 * p) / most}%"></i><span>${percent(p)}</span></div>`).join("")}</div>`;
 }
 function showCard() {
   const t = state.token, runs = state.against < 0 ? [state.run] : [state.run, state.against];
@@ -268,15 +276,18 @@ function showCard() {
   const names = runs.map((k) => `<th style="color:var(${DATA.runs[k].colour})">${escape(DATA.runs[k].name)}</th>`).join("");
   const table = Object.keys(columns[0]).map((key) => `<tr data-fact="${key}"><td>${key}</td>${columns.map((column) => `<td><span class="number">${column[key]}</span></td>`).join("")}</tr>`).join("");
   const same = DATA.tokens.filter((id) => id === DATA.tokens[t]).length;
+  const another = isUnknown(wordAt(t)) ? `unknown ${kind}` : escape(shown(t));
   const lists = (at, actual) => `<div class="lists">${runs.map((k) => guesses(DATA.runs[k], at, actual)).join("")}</div>`;
   $("card").innerHTML = `${head(t, false)}
-    <div class="bar" style="margin-top:8px"><button id="pin">${state.pin === t ? "unpin" : "pin this token"}</button><button id="next" ${same < 2 ? "disabled" : ""}>next ${escape(shown(t))}, ${same} in all</button></div>
+    <div class="bar" style="margin-top:8px"><span class="choices"><button id="back" title="Previous token (←)" aria-label="Previous token">←</button><button id="forth" title="Next token (→)" aria-label="Next token">→</button></span><button id="pin">${state.pin === t ? "unpin" : "pin this token"}</button><button id="next" ${same < 2 ? "disabled" : ""}>next ${another}, ${same} in all</button></div>
     <table id="facts" style="margin-top:8px">${runs.length > 1 ? `<tr><th></th>${names}</tr>` : ""}${table}</table>
     ${state.pin >= 0 && state.pin !== t ? comparison(t) : ""}
     <h2>Expected in its place</h2><div id="expected">${lists(t, t)}</div>
     <h2>Expected after it</h2><div id="following">${lists(t + 1, t + 1)}</div>`;
   $("pin").onclick = () => update({ pin: state.pin === t ? -1 : t });
   $("next").onclick = () => sameToken(1);
+  $("back").onclick = KEYS.ArrowLeft;
+  $("forth").onclick = KEYS.ArrowRight;
   if ($("scatter")) drawScatter(t);
 }
 function comparison(t) {
@@ -291,7 +302,7 @@ function drawScatter(t) {
   [canvas.width, canvas.height] = [width * ratio, size * ratio];
   canvas.style.height = `${size}px`;
   const c = canvas.getContext("2d"), low = kindOf(m) === "gate" ? 0 : -1, start = (width - size) / 2 + 10, end = size - 22;
-  const at = (v, row) => (clamp(place(m, v, row), low, 1) - low) / (1 - low) * (end - 8);
+  const at = (v, row) => (clamp(scaled(m, v, row), low, 1) - low) / (1 - low) * (end - 8);
   c.setTransform(ratio, 0, 0, ratio, 0, 0);
   c.strokeStyle = css("--line");
   c.strokeRect(start, 4, end - 4, end - 4);
@@ -300,7 +311,7 @@ function drawScatter(t) {
   for (let row = 0; row < m.kept.length; row++) {
     const here = valueOf(m, row, t), there = valueOf(m, row, state.pin);
     apart += Math.abs(m.kind === "factor" ? raw(m, here) - raw(m, there) : here - there);
-    c.fillStyle = rgb(colour(kindOf(m), place(m, here, row)));
+    c.fillStyle = rgb(colour(kindOf(m), scaled(m, here, row)));
     c.strokeStyle = css(m.kept[row] === state.unit ? "--pick" : "--hover");
     c.beginPath(); c.arc(start + 2 + at(there, row), end - 2 - at(here, row), m.kept[row] === state.unit ? 4.5 : 2.6, 0, 7); c.fill(); c.stroke();
   }
@@ -316,8 +327,8 @@ function drawScatter(t) {
 
 const step = (list, item, by) => list[(list.indexOf(item) + by + list.length) % list.length];
 function sameToken(by) {
-  const places = [...Array(N).keys()].filter((t) => DATA.tokens[t] === DATA.tokens[state.token]);
-  update({ token: step(places, state.token, by) });
+  const same = [...Array(N).keys()].filter((t) => DATA.tokens[t] === DATA.tokens[state.token]);
+  update({ token: step(same, state.token, by) });
 }
 const zoomBy = (by) => {
   const levels = [0, 4, 7, 11, 16, 24].filter((w) => !w || w > (view.width - GUTTER) / N);
@@ -371,7 +382,9 @@ async function start() {
   colourRuns();
   writeText();
   listen();
-  update({ theme, token: surprising, ...fromHash() });
+  layOut(); // Decides what is narrow before anything is shown.
+  const zoom = isNarrow() && N > 60 ? 7 : 0; // So that a finger finds a column.
+  update({ theme, token: surprising, zoom, ...fromHash() });
   document.body.dataset.ready = "true";
 }
 start();

@@ -1,8 +1,8 @@
-"""Sweeps: all variants of a named set of an experiment are run, each with several seeds.
+"""`--mode=sweep`: trains all variants of a set with several seeds, and compares them.
 
 `SETS` of an experiment file maps names to `configs.Set`. Every run is an ordinary one in a folder
-of its own, `<workdir>/<variant>/seed<k>`. So everything that works on a workdir works on it, and
-the same command goes on with a sweep that was stopped. `tables.py` makes tables and figures.
+of its own, `<workdir>/<variant>/seed<k>`, so everything that works on a workdir works on it, and a
+sweep that was stopped is continued by the same command. `sweep_report.py` writes the comparison.
 """
 
 import contextlib
@@ -18,13 +18,14 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors, files
-from mogrifier_jax.analysis import tables
-from mogrifier_jax.training import processes, train, units, workdirs
+from mogrifier_jax import configs, errors, files, options
+from mogrifier_jax.analysis import sweep_report, sweep_results
+from mogrifier_jax.data import tasks
+from mogrifier_jax.training import checkpoints, processes, runs, train, units, workdirs
 
 
 class Job(NamedTuple):
-    """One run of a sweep."""
+    """A run of a sweep."""
 
     variant: str
     seed: int
@@ -36,7 +37,7 @@ class Job(NamedTuple):
 
 
 def is_set(value: Any) -> bool:
-    """Whether it is a `configs.Set` of rows."""
+    """Whether a value is a `configs.Set` with rows."""
     return (
         isinstance(value, configs.Set)
         and isinstance(value.rows, Sequence)
@@ -46,7 +47,7 @@ def is_set(value: Any) -> bool:
 
 
 class Sweep:
-    """An experiment file with its sets, in one size and with the command line's overrides."""
+    """An experiment file with its sets, in one size and with overrides from the command line."""
 
     def __init__(self, filename: str, overrides: Mapping[str, Any] | None = None):
         self.path, _, self.size = filename.partition(":")
@@ -60,16 +61,16 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """The names of the file and the size, such as "ablation:small"."""
+        """The name of the file with that of the size, such as "ablation:small"."""
         return ":".join(filter(None, [pathlib.Path(self.path).stem, self.size]))
 
     def find_sets(self, names: str) -> dict[str, configs.Set]:
-        """The sets with these names, which commas separate."""
+        """The sets with these names, which are separated by commas."""
         known, chosen = self.module.SETS, names.split(",")
         if not (isinstance(known, Mapping) and all(map(is_set, known.values()))):
             raise errors.UsageError(
                 f"SETS of {self.path} must map names to configs.Set, each with a list of "
-                "configs.Row; mend the experiment, as in experiments/ablation.py"
+                "configs.Row; correct the experiment, as in experiments/ablation.py"
             )
         for name in chosen:
             if name not in known:
@@ -77,6 +78,15 @@ class Sweep:
                     f"--set={name} is not in {self.path}; it has {', '.join(known)}"
                 )
         return {name: known[name] for name in chosen}
+
+    def title_of(self, variants: configs.Set) -> str:
+        """The title of a set with the names of the corpora of its variants."""
+        sections = [
+            self.module.get_config(self.full_variant(row.variant)).data for row in variants.rows
+        ]
+        texts = (each for each in sections if not tasks.kind_of(each).encoder_decoder)
+        names = dict.fromkeys(each.name for each in texts)
+        return ", ".join([variants.title, *names])
 
     def full_variant(self, variant: str) -> str:
         """The variant and the size, as `get_config` takes them."""
@@ -86,7 +96,7 @@ class Sweep:
         """The run of a variant and a seed, with its folder and config."""
         config = self.module.get_config(self.full_variant(variant))
         config.update_from_flattened_dict({**self.overrides, "seed": seed})
-        return Job(variant, seed, tables.run_folder(workdir, variant, seed), config)
+        return Job(variant, seed, sweep_results.run_folder(workdir, variant, seed), config)
 
     def command(self, job: Job) -> list[str]:
         """The command that runs a job in a process of its own."""
@@ -97,7 +107,7 @@ class Sweep:
         return [*program, config, *keys, f"--workdir={job.folder}"]
 
 
-def run(
+def sweep(
     filename: str,
     names: str,
     seeds: str,
@@ -107,28 +117,83 @@ def run(
     parallel: int = 1,
     report: str | None = None,
 ) -> None:
-    """Runs the jobs of some sets that are not done yet, and compares the results.
+    """Trains the runs of some sets that are not finished, and compares the results of all.
 
     Args:
-      report: a Markdown file, such as RESULTS.md; its tables of these sets are replaced.
+      filename: the experiment and its size, such as "experiments/ablation.py:small".
+      names: the sets, separated by commas.
+      seeds: the seeds, separated by commas.
+      parallel: how many runs at a time, each in a process of its own if there are several.
+      report: a Markdown file, such as RESULTS.md, in which the tables of these sets are replaced.
     """
-    sweep = Sweep(filename, overrides)
-    sets = sweep.find_sets(names)
+    experiment = Sweep(filename, overrides)
+    sets = experiment.find_sets(names)
     numbers = parse_seeds(seeds)
     processes.check_parallel(parallel)
     workdirs.check_place(workdir)
     variants = dict.fromkeys(row.variant for each in sets.values() for row in each.rows)
-    # All variants run with the first seed before any runs with the next, to show results early.
-    jobs = [sweep.make_job(name, seed, workdir) for seed in numbers for name in variants]
+    # All variants run with the first seed before any of them runs with the next one, so that there
+    # is something to compare early.
+    jobs = [experiment.make_job(name, seed, workdir) for seed in numbers for name in variants]
     for job in jobs:
         workdirs.check_config(job.folder, job.config)
-    waiting = [job for job in jobs if not is_done(job.folder)]
-    logging.info("%d runs in %s, %d of them done", len(jobs), workdir, len(jobs) - len(waiting))
-    done = run_here(waiting) if parallel == 1 else run_beside(sweep, waiting, parallel)
-    for job in done:
-        logging.info("%s: %s", job, describe(job.folder))
-        tables.write(sweep, sets, workdir, numbers)
-    tables.write(sweep, sets, workdir, numbers, report=report)
+    waiting = [job for job in jobs if not is_finished(job.folder)]
+    check_corpora(jobs, waiting)
+    finished = len(jobs) - len(waiting)
+    logging.info("%d runs in %s, %d of them finished", len(jobs), workdir, finished)
+    if parallel == 1:
+        ended = run_in_turn(waiting)
+    else:
+        ended = run_in_parallel(experiment, waiting, parallel)
+    titles = {name: experiment.title_of(each) for name, each in sets.items()}
+    for job in ended:
+        logging.info("%s: %s", job, describe_result(job.folder))
+        for name, each in sets.items():
+            sweep_report.write(workdir, name, each, numbers, titles[name])
+    written = []
+    for name, each in sets.items():
+        paths = sweep_report.write(workdir, name, each, numbers, titles[name])
+        if paths and report:
+            made = pathlib.Path(workdir) / name
+            sweep_report.insert_table(report, f"{experiment.name} {name}", made)
+        written += paths
+    print(f"\n{sweep_report.show(written)}" if written else "no run has a result")
+
+
+def check_corpora(jobs: Sequence[Job], waiting: Sequence[Job]) -> None:
+    """Refuses a sweep whose runs would compare scores of different texts.
+
+    A run that was begun refuses another text by itself, but a run that is new does not know what
+    the others of its corpus were trained on.
+    """
+    known: dict[str, tuple[Job, dict[str, str]]] = {}
+    for job in jobs:
+        if digests := workdirs.corpus_digests(checkpoints.read_fingerprint(job.folder)):
+            other, expected = known.setdefault(name_corpus(job), (job, digests))
+            check_same_corpus(job, digests, other, expected)
+    for job in waiting if known else ():
+        if name_corpus(job) in known:
+            task = runs.make_task(configs.base(job.config), runs.make_mesh(job.config))
+            check_same_corpus(job, task.digests, *known.pop(name_corpus(job)))
+
+
+def name_corpus(job: Job) -> str:
+    """The options that decide which text a run reads."""
+    data = configs.base(job.config).data
+    free = {*tasks.READING, "source_dir", "data_dir"} - {"name"}
+    return repr(sorted((name, value) for name, value in data.items() if name not in free))
+
+
+def check_same_corpus(
+    job: Job, digests: Mapping[str, str], other: Job, expected: Mapping[str, str]
+) -> None:
+    """Refuses a run on a text that is not that of another run."""
+    if changed := [split for split in expected if digests.get(split) != expected[split]]:
+        raise errors.UsageError(
+            f"the text of {', '.join(changed)} for the run of {job} is not the one that the run of "
+            f"{other} was trained on, in {other.folder}, so they cannot be compared; restore the "
+            "text, or use another --workdir"
+        )
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -138,17 +203,17 @@ def parse_seeds(text: str) -> list[int]:
         raise errors.UsageError(f"--seeds={text} must be different numbers, such as 1,2,3")
     numbers = [int(seed) for seed in seeds]
     for number in numbers:
-        configs.check_values({"seed": number}, {"seed": configs.SEED}, prefix="--")
+        options.check_values({"seed": number}, {"seed": options.SEED}, prefix="--")
     return numbers
 
 
-def is_done(folder: pathlib.Path) -> bool:
-    """Whether a run has ended, with a result or because it diverged."""
-    return (folder / "results.json").exists() or "diverged" in tables.read_record(folder)
+def is_finished(folder: pathlib.Path) -> bool:
+    """Whether a run has a result, or has diverged."""
+    return (folder / "results.json").exists() or "diverged" in sweep_results.read_record(folder)
 
 
-def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
-    """One run after the other in this process; yields each when it is done."""
+def run_in_turn(jobs: Sequence[Job]) -> Iterator[Job]:
+    """Trains one run after another in this process, and yields each when it has ended."""
     for number, job in enumerate(jobs, start=1):
         logging.info("run %d of %d: %s", number, len(jobs), job)
         began = time.monotonic()
@@ -159,38 +224,40 @@ def run_here(jobs: Sequence[Job]) -> Iterator[Job]:
             write_record(job.folder, diverged=str(error))
         finally:
             add_seconds(job, time.monotonic() - began, describe_hardware())
-        jax.clear_caches()  # Later runs have other programs. The cache on disk stays.
+        jax.clear_caches()  # Later runs have other programs. The cache on disk is kept.
         yield job
 
 
-def run_beside(sweep: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
-    """Several runs at once, each in a process that writes to log.txt in its folder."""
+def run_in_parallel(experiment: Sweep, jobs: Sequence[Job], parallel: int) -> Iterator[Job]:
+    """Trains several runs at a time, each in a process whose output goes to its log.txt."""
     by_name = {str(job): job for job in jobs}
 
     def note_end(ended: processes.Ended) -> None:
         add_seconds(by_name[ended.job.name], ended.seconds, ended.hardware)
 
-    commands = [processes.Job(str(job), sweep.command(job), job.folder / "log.txt") for job in jobs]
+    commands = [
+        processes.Job(str(job), experiment.command(job), job.folder / "log.txt") for job in jobs
+    ]
     num_stopped = 0
     with contextlib.closing(processes.run_side_by_side(commands, parallel, note_end)) as ends:
         for ended in ends:
             job = by_name[ended.job.name]
-            if finished(job, ended.code):
+            if has_ended(job, ended.code):
                 yield job
             else:
                 num_stopped += 1
     if num_stopped:
         raise errors.Interrupted(
-            f"{num_stopped} runs were stopped, or not started; the same command goes on"
+            f"{num_stopped} runs were stopped or not started; the same command continues the sweep"
         )
 
 
-def finished(job: Job, code: int | None) -> bool:
-    """Whether a run ended by itself and was not stopped; an error of a run ends the sweep."""
+def has_ended(job: Job, code: int | None) -> bool:
+    """Whether a run ended by itself rather than being stopped; an error of a run ends the sweep."""
     log = job.folder / "log.txt"
     if code == errors.Diverged.exit_code:
-        said = files.read_bytes(log).decode(errors="replace").strip().splitlines()
-        write_record(job.folder, diverged=said[-1] if said else "diverged")
+        lines = files.read_bytes(log).decode(errors="replace").strip().splitlines()
+        write_record(job.folder, diverged=lines[-1] if lines else "diverged")
     elif code in (None, errors.Interrupted.exit_code, -signal.SIGTERM):
         return False
     elif code:
@@ -199,16 +266,16 @@ def finished(job: Job, code: int | None) -> bool:
 
 
 def add_seconds(job: Job, seconds: float, hardware: str) -> None:
-    """Adds the time since this start to the record of a run, with what it ran on."""
-    spent = tables.read_record(job.folder).get("seconds", 0.0) + seconds
+    """Adds the time since it was started to the record of a run, and notes the hardware."""
+    spent = sweep_results.read_record(job.folder).get("seconds", 0.0) + seconds
     write_record(job.folder, seconds=round(spent, 1), hardware=hardware)
 
 
 def write_record(folder: pathlib.Path, **values: Any) -> None:
-    """Sets values in the record of a run and keeps the others."""
+    """Sets values in the record of a run, and keeps the others."""
     folder.mkdir(parents=True, exist_ok=True)
     with workdirs.locked(folder):
-        workdirs.write_json(folder, "sweep.json", {**tables.read_record(folder), **values})
+        workdirs.write_json(folder, "sweep.json", {**sweep_results.read_record(folder), **values})
 
 
 def describe_hardware() -> str:
@@ -216,10 +283,10 @@ def describe_hardware() -> str:
     return f"{jax.device_count()} {jax.devices()[0].device_kind}, {os.cpu_count()} cores"
 
 
-def describe(folder: pathlib.Path) -> str:
-    """The result of a run that is done, in a few words."""
-    record = tables.read_record(folder)
+def describe_result(folder: pathlib.Path) -> str:
+    """The result of a run that has ended, in a few words."""
+    record = sweep_results.read_record(folder)
     if "diverged" in record:
         return "diverged"
-    nats = tables.read_results(folder)["valid_nats"]
+    nats = sweep_results.read_results(folder)["valid_nats"]
     return f"valid {nats:.4f} nats, {units.span(record.get('seconds', 0.0))}"

@@ -2,16 +2,16 @@
 
 Axes: A adaptations side by side, W windows of one dispatch, B stripes, T time, N tokens.
 
-After each window is scored, every weight θ changes by this rule:
+After each window has been scored, every weight θ is updated by this rule:
 
     θ ← θ - η g / (RMS + ε) + min(1, ρ RMS / m) (θ₀ - θ)
 
-g is the gradient of the window's summed nats, θ₀ the trained weight, and η, ρ, ε are the numbers of
-`UpdateRule`. RMS is the root of the mean squared gradient over windows of the training text. m is
-the mean of RMS over all weights. These statistics take a pass over much of the training text, so
-the workdir keeps them, with a digest of them and of everything that they depend on. Adaptations
-differ in their settings or in their dropout masks. Each has its own weights and its own state. They
-are spread over the mesh axis "data".
+g is the gradient of the window's summed nats, θ₀ is the trained weight, and η, ρ, ε are the numbers
+of `UpdateRule`. RMS is the root mean square of the gradient over windows of the training text, and
+m is the mean of RMS over all weights. Computing these statistics takes a pass over much of the
+training text, so they are saved in the workdir, with a digest of themselves and of everything that
+they depend on. Adaptations differ in their update rules or in their dropout masks. Each has weights
+and a state of its own, and the mesh axis "data" splits them.
 """
 
 import functools
@@ -29,42 +29,44 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import montecarlo, pretrained
+from mogrifier_jax.evaluation import array_digests, loaded_run, montecarlo
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, leaves, workdirs
+from mogrifier_jax.training import evaluate, state_arrays, workdirs
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
-MAX_WINDOWS = 500  # Windows that the gradient statistics use, as in the paper.
-# Two adaptations whose learning rates differ by this factor are a few roundings apart. If they are
-# further apart than CHAOTIC_NATS after ROUNDING_WINDOWS windows, rounding decides the scores, and
-# another machine, or another version of a library, will find others.
+COPIES = 4  # Weight-sized arrays of one adaptation: weights, gradient, temporaries.
+MAX_WINDOWS = 500  # Windows of the gradient statistics, as in the paper.
+# Adaptations whose learning rates differ by the factor ROUNDING differ by a few rounding errors.
+# If their scores differ by more than CHAOTIC_NATS within ROUNDING_WINDOWS windows, scores depend on
+# rounding, and another machine or another version of a library will compute different ones.
 ROUNDING = 1 + 1e-6
 ROUNDING_WINDOWS = 256
 CHAOTIC_NATS = 1e-3
-COPIES = 4  # Weight-sized arrays that an adaptation needs: weights, gradient, temporaries.
+
+Params = loaded_run.Params
 
 
 class Statistics(NamedTuple):
     """Root mean squares of the gradients over the training text."""
 
-    rms: Any  # A tree like the weights.
+    rms: Params  # A tree like the weights.
     mean: jax.Array  # m: the mean of `rms` over all weights.
-    losses: Any  # [windows]: mean over stripes of the summed nats.
+    losses: np.ndarray | None  # [windows]: the mean over stripes of the summed nats.
 
 
 class UpdateRule(NamedTuple):
     """The numbers of the rule that are tuned, or arrays [A] of them."""
 
-    learning_rate: Any
-    decay_rate: Any
-    epsilon: Any
+    learning_rate: float | jax.Array  # η
+    decay_rate: float | jax.Array  # ρ
+    epsilon: float | jax.Array  # ε
 
 
 class Outcome(NamedTuple):
     """The scores of one adaptation, or of the average of several."""
 
-    scores: evaluate.TokenScores  # If it diverged, only the windows before that.
-    diverged_at: int | None  # The first window whose score is not finite; None: all are finite.
+    scores: evaluate.TokenScores  # If it diverged, those of the windows before.
+    diverged_at: int | None  # The first window whose score is not finite; None if all are.
 
     def mean(self) -> float:
         """Nats per token; nan if it diverged."""
@@ -74,18 +76,18 @@ class Outcome(NamedTuple):
 class DynamicEvaluation:
     """Scores a plan with adapting weights.
 
-    It compiles once for any weights, settings and logit scale.
+    It compiles once for each number of adaptations, for any weights, update rules and logit scale.
 
     Args:
-      plan: usually one stripe; on one device or on every device of the mesh.
-      dropout: rates for Monte-Carlo samples; without them each adaptation is deterministic.
+      plan: usually of one stripe; on one device or on every device of the mesh.
+      dropout: the rates of Monte-Carlo samples; without them each adaptation is deterministic.
       parallel: the largest number of adaptations side by side; by default as many as fit into
         about two gigabytes per device.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: loaded_run.Model,
         plan: tasks.Plan,
         statistics: Statistics,
         *,
@@ -107,126 +109,162 @@ class DynamicEvaluation:
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec("data"))
         self._chunk = min(chunk, plan.num_windows)
         self._copies = jax.jit(self._copy, static_argnames="count", out_shardings=self._sharding)
-        everywhere = mesh and partitioning.replicated(mesh)
-        in_place = (self._sharding, self._sharding)
-        self._run = jax.jit(
-            self._adapt, donate_argnames="state", out_shardings=(everywhere, in_place)
+        replicated = mesh and partitioning.replicated(mesh)
+        per_adaptation = (self._sharding, self._sharding)
+        self._adapt_jitted = jax.jit(
+            self._adapt, donate_argnames="state", out_shardings=(replicated, per_adaptation)
         )
 
     def __call__(
-        self, params: Any, settings: Sequence[UpdateRule], logit_scale: float = 1.0, title: str = ""
+        self, params: Params, rules: Sequence[UpdateRule], logit_scale: float = 1.0, title: str = ""
     ) -> list[Outcome]:
-        """Runs all settings side by side and returns the outcome of each."""
+        """Adapts by all rules side by side and returns the outcome of each."""
         outcomes = []
-        for block in self._blocks(len(settings)):
-            stacked = stack_settings([settings[i] for i in block])
+        for block in self._blocks(len(rules)):
+            stacked = stack_rules([rules[i] for i in block])
             keys = montecarlo.sample_keys(jax.random.key(0), len(block))
-            nats, _ = self.run(params, stacked, keys, logit_scale, None, title)
-            outcomes += [self.outcome(nats[:, i]) for i in range(len(block))]
+            nats, _ = self.adapt(params, stacked, keys, logit_scale, None, title)
+            outcomes += [self.make_outcome(nats[:, i]) for i in range(len(block))]
         return outcomes
 
     def sample(
         self,
-        params: Any,
-        setting: UpdateRule,
+        params: Params,
+        rule: UpdateRule,
         key: jax.Array,
         samples: int,
         logit_scale: float = 1.0,
         multiplier: float = 1.0,
         title: str = "",
     ) -> Outcome:
-        """The average probability over samples; each adapts by the gradients of its own masks."""
+        """The average probability over samples, each of which adapts under its own masks."""
         if self.dropout is None:
             raise errors.UsageError("Monte-Carlo samples need the rates of dropout; give `dropout`")
         rates = montecarlo.scale_dropout(self.dropout, multiplier)
         keys = montecarlo.sample_keys(key, samples)
-        log_p: Any = -np.inf
+        log_p = np.array(-np.inf)
         for block in self._blocks(samples):
-            stacked = stack_settings([setting] * len(block))
+            stacked = stack_rules([rule] * len(block))
             label = f"{title}, samples {block[0] + 1} to {block[-1] + 1}" if title else ""
-            nats, _ = self.run(params, stacked, keys[np.asarray(block)], logit_scale, rates, label)
+            block_keys = keys[np.asarray(block)]
+            nats, _ = self.adapt(params, stacked, block_keys, logit_scale, rates, label)
             log_p = np.logaddexp(log_p, np.logaddexp.reduce(-nats.astype(np.float64), axis=1))
         mean = math.log(samples) - log_p
-        return self.outcome(np.where(self.targets.valid[: len(mean)], mean, 0.0))
+        return self.make_outcome(np.where(self.targets.valid[: len(mean)], mean, 0.0))
 
-    def rounding_nats(self, params: Any, setting: UpdateRule, logit_scale: float = 1.0) -> float:
-        """How far two adaptations that begin a rounding apart are from each other.
+    def rounding_nats(
+        self, params: Params, rule: UpdateRule, logit_scale: float = 1.0, count: int = 1
+    ) -> float:
+        """How much the scores of two adaptations differ whose rates differ by a rounding error.
 
-        It is the largest root mean square, over the windows of a quarter of the first
-        `ROUNDING_WINDOWS`, of the difference of a token's nats; infinite if it diverges.
+        The first `ROUNDING_WINDOWS` windows are divided into quarters. The result is the largest of
+        the root mean squares, over the tokens of a quarter, of the difference of a token's nats; it
+        is infinite if an adaptation diverges.
+
+        Args:
+          count: how many adaptations `__call__` has run or will run. As many copies of a rule are
+            run here, so that the same compiled program serves.
         """
-        close = setting._replace(learning_rate=setting.learning_rate * ROUNDING)
         windows = min(ROUNDING_WINDOWS, self.plan.num_windows)
-        keys = montecarlo.sample_keys(jax.random.key(0), 2)
-        nats, _ = self.run(
-            params, stack_settings([setting, close]), keys, logit_scale, max_windows=windows
-        )
-        squares = np.square(nats[:, 1].astype(np.float64) - nats[:, 0])
+        size = len(self._blocks(count)[0])
+        keys = montecarlo.sample_keys(jax.random.key(0), size)
+
+        def first_nats(rule: UpdateRule) -> np.ndarray:
+            stacked = stack_rules([rule] * size)
+            nats, _ = self.adapt(params, stacked, keys, logit_scale, max_windows=windows)
+            return nats[:, 0].astype(np.float64)
+
+        close = rule._replace(learning_rate=rule.learning_rate * ROUNDING)
+        squares = np.square(first_nats(close) - first_nats(rule))
         valid = self.targets.valid[:windows]
-        parts = zip(np.array_split(squares, 4), np.array_split(valid, 4), strict=True)
-        means = [part[mask].mean() for part, mask in parts if mask.any()]
+        quarters = zip(np.array_split(squares, 4), np.array_split(valid, 4), strict=True)
+        means = [quarter[mask].mean() for quarter, mask in quarters if mask.any()]
         return math.sqrt(max(means)) if np.isfinite(means).all() else math.inf
 
-    def run(
+    def adapt(
         self,
-        params: Any,
-        settings: UpdateRule,
+        params: Params,
+        rules: UpdateRule,
         keys: jax.Array,
         logit_scale: float = 1.0,
         rates: models.Dropout | None = None,
         title: str = "",
         max_windows: int | None = None,
-    ) -> tuple[np.ndarray, Any]:
-        """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end."""
+    ) -> tuple[np.ndarray, Params]:
+        """Nats [windows, A, B, T] of A adaptations, and their weights [A, ...] at the end.
+
+        Args:
+          rules: one rule with arrays [A], as `stack_rules` makes it.
+          keys: [A], of the dropout masks.
+          rates: the dropout rates; None is without dropout.
+        """
         params, count = partitioning.replicate(params, self._mesh), len(keys)
         size = -(-count // self._devices) * self._devices
-        # Repetitions of the first adaptations fill up the mesh.
+        # The first adaptations are repeated to fill up the mesh.
         order = np.arange(size) % count
-        each = jax.tree.map(lambda a: a[order], (settings, keys))
+        per_adaptation = jax.tree.map(lambda a: a[order], (rules, keys))
         state = self._copies(params, count=size)
         start = (params, self._statistics)
 
-        def run(state, first, windows):
+        def dispatch(state: Any, first: int, count: int) -> tuple[jax.Array, Any]:
             stream = self.plan.stream
-            return self._run(state, start, stream, first, windows, each, logit_scale, rates)
+            return self._adapt_jitted(
+                state, start, stream, first, count, per_adaptation, logit_scale, rates
+            )
 
         windows = evaluate.limit_windows(self.plan, max_windows)
-        nats, state = evaluate.collect_nats(run, state, self.targets, windows, self._chunk, title)
+        nats, state = evaluate.collect_nats(
+            dispatch, state, self.targets, windows, self._chunk, title
+        )
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
 
-    def outcome(self, nats: np.ndarray) -> Outcome:
+    def make_outcome(self, nats: np.ndarray) -> Outcome:
         """The outcome of one adaptation, given its nats [windows, B, T]."""
         finite = np.isfinite(nats).all((1, 2))
         diverged_at = None if finite.all() else int(np.argmin(finite))
         return Outcome(self.targets.in_order(nats[:diverged_at]), diverged_at)
 
-    def _copy(self, params, *, count):
-        """The trained weights and zero carries, `count` times."""
+    def _copy(self, params: Params, *, count: int) -> tuple[Params, Any]:
+        """`count` copies of the trained weights and of zero carries."""
         start = params, evaluate.zero_carry(self.model, self.plan)
         return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), start)
 
-    def _adapt(self, state, start, stream, first, count, each, logit_scale, rates):
+    def _adapt(
+        self,
+        state: tuple[Params, Any],
+        start: tuple[Params, Statistics],
+        stream: tasks.Stream,
+        first: jax.Array,
+        count: jax.Array,
+        per_adaptation: tuple[UpdateRule, jax.Array],
+        logit_scale: jax.Array,
+        rates: models.Dropout | None,
+    ) -> tuple[jax.Array, tuple[Params, Any]]:
         """Nats [W, A, B, T] of `count` windows, and the weights and carries [A, ...] after them.
 
-        `start` is the trained weights and the statistics. `each` is the settings and keys [A].
+        Args:
+          state: the weights and carries [A, ...] before the first window.
+          start: the trained weights and the gradient statistics.
+          per_adaptation: the rules and the keys [A].
         """
         params, statistics = start
 
-        def score(state, batch, index):
-            def one(adapted, carry, setting, key):
-                def loss_fn(adapted):
+        def score(state: Any, batch: Any, index: jax.Array) -> Any:
+            def adapt_one(adapted: Params, carry: Any, rule: UpdateRule, key: jax.Array) -> Any:
+                def loss_fn(adapted: Params) -> Any:
                     variables = {"params": adapted}
-                    # Only a model in training has random numbers.
+                    # Without dropout the model draws no random numbers.
                     rngs = {} if rates is None else {"dropout": jax.random.fold_in(key, index)}
-                    nats, end = self.model.apply(
+                    nats: Any  # Flax annotates the second result of `apply` as variables.
+                    end, nats = self.model.apply(
                         variables, batch, carry, rates, logit_scale, rngs=rngs, method="batch_nats"
                     )
                     return nats.sum(1).mean(), (nats, end)
 
                 grads, (nats, end) = jax.grad(loss_fn, has_aux=True)(adapted)
-                return update_weights(adapted, params, grads, statistics, setting), end, nats
+                return update_weights(adapted, params, grads, statistics, rule), end, nats
 
-            adapted, carry, nats = side_by_side(one)(*state, *each)
+            adapted, carry, nats = vmap_or_call(adapt_one)(*state, *per_adaptation)
             return (adapted, carry), nats
 
         batch_at = self.plan.batch_at
@@ -237,10 +275,10 @@ class DynamicEvaluation:
         return [range(i * size, min(count, (i + 1) * size)) for i in range(num_blocks)]
 
 
-def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`vmap`, except that one item alone has no extra axis: CPUs are slower at batched matmuls."""
+def vmap_or_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`vmap`, except that a single item is not batched: CPUs are slow at batched matmuls."""
 
-    def call(*args):
+    def call(*args: Any) -> Any:
         if jax.tree.leaves(args)[0].shape[0] > 1:
             return jax.vmap(function)(*args)
         outputs = function(*jax.tree.map(lambda a: a[0], args))
@@ -249,30 +287,32 @@ def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def update_weights(adapted, params, grads, statistics: Statistics, setting: UpdateRule):
+def update_weights(
+    adapted: Params, params: Params, grads: Params, statistics: Statistics, rule: UpdateRule
+) -> Params:
     """Applies the rule at the top of this module to every weight."""
 
-    def update(theta, start, g, rms):
-        pull = jnp.minimum(1.0, setting.decay_rate * rms / statistics.mean)
-        return theta - setting.learning_rate * g / (rms + setting.epsilon) + pull * (start - theta)
+    def update(theta: jax.Array, start: jax.Array, g: jax.Array, rms: jax.Array) -> jax.Array:
+        pull = jnp.minimum(1.0, rule.decay_rate * rms / statistics.mean)
+        return theta - rule.learning_rate * g / (rms + rule.epsilon) + pull * (start - theta)
 
     return jax.tree.map(update, adapted, params, grads, statistics.rms)
 
 
-def stack_settings(settings: Sequence[UpdateRule]) -> UpdateRule:
-    """All settings as one rule with arrays [A]; refuses impossible numbers."""
-    for setting in settings:
-        if not (setting.learning_rate >= 0 and setting.decay_rate >= 0 and setting.epsilon > 0):
+def stack_rules(rules: Sequence[UpdateRule]) -> UpdateRule:
+    """All rules as one with arrays [A]; refuses impossible numbers."""
+    for rule in rules:
+        if not (rule.learning_rate >= 0 and rule.decay_rate >= 0 and rule.epsilon > 0):
             raise errors.UsageError(
-                f"dynamic evaluation with {setting} is impossible: the learning rate and the decay "
+                f"dynamic evaluation with {rule} is impossible: the learning rate and the decay "
                 "rate must be at least 0, epsilon above 0"
             )
-    return UpdateRule(*(jnp.asarray(column, jnp.float32) for column in zip(*settings, strict=True)))
+    return UpdateRule(*(jnp.asarray(column, jnp.float32) for column in zip(*rules, strict=True)))
 
 
 def gradient_statistics(
-    model: Any,
-    params: Any,
+    model: loaded_run.Model,
+    params: Params,
     plan: tasks.Plan,
     *,
     max_windows: int = MAX_WINDOWS,
@@ -286,29 +326,41 @@ def gradient_statistics(
     squares = functools.partial(square_gradients, model=model, batch_at=plan.batch_at, chunk=chunk)
     step = jax.jit(squares, donate_argnames="state")
 
-    def run(state, first, count):
+    def dispatch(state: Any, first: int, count: int) -> tuple[jax.Array, Any]:
         return step(params, state, plan.stream, first, count)
 
     state = jax.tree.map(jnp.zeros_like, params), evaluate.zero_carry(model, plan)
     losses = []
     title = "gradient statistics"
-    for found, after in evaluate.dispatches(run, state, windows, chunk, title):
-        losses.append(np.asarray(found))
+    for window_losses, after in evaluate.dispatches(dispatch, state, windows, chunk, title):
+        losses.append(np.asarray(window_losses))
         state = after
     rms, mean = _to_rms(state[0], windows)
     return Statistics(rms, mean, np.concatenate(losses)[:windows])
 
 
-def square_gradients(params, state, stream, first, count, *, model, batch_at, chunk):
+def square_gradients(
+    params: Params,
+    state: tuple[Params, Any],
+    stream: tasks.Stream,
+    first: jax.Array,
+    count: jax.Array,
+    *,
+    model: loaded_run.Model,
+    batch_at: tasks.BatchAt,
+    chunk: int,
+) -> tuple[jax.Array, tuple[Params, Any]]:
     """Losses [W] of `count` windows, and the state: summed squared gradients and the carry."""
     lengths = batch_at(stream, 0).lengths
-    stripes = None if lengths is None else jnp.sum(lengths > 0)  # Empty ones fill up the mesh.
+    # Empty stripes, which fill up the mesh, do not count.
+    stripes = None if lengths is None else jnp.sum(lengths > 0)
 
-    def loss_fn(params, batch, carry):
-        nats, carry = model.apply({"params": params}, batch, carry, method="batch_nats")
+    def loss_fn(params: Params, batch: Any, carry: Any) -> tuple[jax.Array, Any]:
+        nats: Any  # Flax annotates the second result of `apply` as variables.
+        carry, nats = model.apply({"params": params}, batch, carry, method="batch_nats")
         return nats.sum() / (nats.shape[0] if stripes is None else stripes), carry
 
-    def score(state, batch, index):
+    def score(state: Any, batch: Any, index: jax.Array) -> Any:
         del index
         squares, carry = state
         (loss, carry), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, carry)
@@ -319,7 +371,7 @@ def square_gradients(params, state, stream, first, count, *, model, batch_at, ch
 
 
 @jax.jit
-def _to_rms(squares, windows):
+def _to_rms(squares: Params, windows: int | jax.Array) -> tuple[Params, jax.Array]:
     rms = jax.tree.map(lambda s: jnp.sqrt(s / windows), squares)
     leaves = jax.tree.leaves(rms)
     return rms, sum(leaf.sum() for leaf in leaves) / sum(leaf.size for leaf in leaves)
@@ -328,25 +380,25 @@ def _to_rms(squares, windows):
 def cached_statistics(
     workdir: str | os.PathLike,
     step: int,
-    model: Any,
-    params: Any,
+    model: loaded_run.Model,
+    params: Params,
     plan: tasks.Plan,
     *,
     max_windows: int = MAX_WINDOWS,
 ) -> Statistics:
-    """Reads `gradient_statistics` from the workdir, or computes and keeps them there."""
+    """Reads `gradient_statistics` from the workdir, or computes them and saves them there."""
     if jax.process_count() > 1:
-        # Hosts may see different files, and all of them must compute or none.
+        # Hosts may see different files, but either all of them must compute or none.
         return gradient_statistics(model, params, plan, max_windows=max_windows)
     batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
     path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
     sizes = (step, batch, window, max_windows)
-    origin = pretrained.digest_arrays(repr(sizes), leaves.to_arrays((params, plan.stream)))
-    found = _read(path, origin, params)
-    if found is None:
-        found = gradient_statistics(model, params, plan, max_windows=max_windows)
-        _write(path, origin, found)
-    return found
+    origin = array_digests.digest_arrays(repr(sizes), state_arrays.to_arrays((params, plan.stream)))
+    statistics = _read_statistics(path, origin, params)
+    if statistics is None:
+        statistics = gradient_statistics(model, params, plan, max_windows=max_windows)
+        _write_statistics(path, origin, statistics)
+    return statistics
 
 
 _ARRAYS = {
@@ -356,31 +408,35 @@ _ARRAYS = {
 }
 
 
-def _read(path: pathlib.Path, origin: str, params: Any) -> Statistics | None:
-    """What `_write` wrote for this origin; None if there is no such file, or it is another."""
+def _read_statistics(path: pathlib.Path, origin: str, params: Params) -> Statistics | None:
+    """The statistics of this origin; None if there is no such file, or it is of another origin."""
     if not path.exists():
         return None
     try:
         arrays = files.read_arrays(path, _ARRAYS, remedy="")
     except errors.UsageError as error:
-        logging.warning("%s; it is made again", error)
+        logging.warning("%s; the statistics are computed again", error)
         return None
     digest = str(arrays.pop("digest"))
-    if digest != pretrained.digest_arrays(origin, dict(sorted(arrays.items()))):
+    if digest != array_digests.digest_arrays(origin, dict(sorted(arrays.items()))):
         logging.warning(
-            "%s belongs to other weights or another text, or was changed; it is made again", path
+            "%s belongs to other weights or another text, or was changed; "
+            "the statistics are computed again",
+            path,
         )
         return None
-    rms = [jnp.asarray(arrays[f"rms.{name}"]) for name in leaves.name_leaves(params)]
-    logging.info("gradient statistics are read from %s", path)
+    rms = [jnp.asarray(arrays[f"rms.{name}"]) for name in state_arrays.name_leaves(params)]
+    logging.info("gradient statistics were read from %s", path)
     rms = jax.tree.unflatten(jax.tree.structure(params), rms)
     return Statistics(rms, jnp.asarray(arrays["mean"]), arrays["losses"])
 
 
-def _write(path: pathlib.Path, origin: str, statistics: Statistics) -> None:
+def _write_statistics(path: pathlib.Path, origin: str, statistics: Statistics) -> None:
     """Writes statistics with a digest of them and of what they were computed from."""
-    arrays = {f"rms.{n}": np.asarray(a) for n, a in leaves.name_leaves(statistics.rms).items()}
+    arrays = {
+        f"rms.{n}": np.asarray(a) for n, a in state_arrays.name_leaves(statistics.rms).items()
+    }
     arrays |= {"mean": np.asarray(statistics.mean), "losses": np.asarray(statistics.losses)}
-    digest = pretrained.digest_arrays(origin, dict(sorted(arrays.items())))
+    digest = array_digests.digest_arrays(origin, dict(sorted(arrays.items())))
     with workdirs.replacing(path) as file:
         np.savez(file, digest=np.array(digest), **arrays)  # type: ignore[arg-type]

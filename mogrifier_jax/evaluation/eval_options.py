@@ -1,63 +1,94 @@
 """The options of `--mode=evaluate`, set as `--eval.name=value`: types, defaults and limits.
 
-The command line is parsed with these in every mode, so this module imports little.
-`methods.py` has the methods that read them.
+The command line is parsed with these options in every mode, so this module imports little.
+`methods.py` reads them.
 """
 
 import math
 
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors
-from mogrifier_jax.configs import Key
+from mogrifier_jax import configs, errors, options
+from mogrifier_jax.options import Option
 
 # Lists are written with commas.
 OPTIONS = {
-    "which": Key(str, "best", choices=("best", "latest")),
-    "methods": Key(
-        str, "deterministic"
-    ),  # Some of methods.METHODS; empty: only shows known results.
-    "splits": Key(str, "valid,test"),
-    "text": Key(str),  # A file to score in place of the splits.
-    "ensemble": Key(str),  # Token files to average; nothing else is done.
-    "output": Key(str),  # A file for the Markdown, or for the tokens of the ensemble.
-    "source_dir": Key(str),  # Where the corpus is now,
-    "data_dir": Key(str),  # if it is not where the run had it.
-    "temperature": Key(str, "search"),  # Or "minimise", "saved" (with the checkpoint), or a number.
-    "stripes": Key(int, 1, low=0, high=10**5),  # One gives the final numbers; 0: as in training.
-    "window": Key(int, low=1, high=10**6),  # As in training unless set.
-    "seed": configs.SEED,  # Of the dropout masks.
-    "samples": Key(int, 200, low=1, high=10**6),
-    "samples_per_block": Key(int, low=1, high=10**6),  # By memory unless set.
-    "average": Key(str, "arithmetic", choices="evaluation.montecarlo.AVERAGES"),
-    "power": Key(float, 0.5, low=-1e3, high=1e3),
-    "multipliers": Key(str, "1"),  # Of dropout rates; the best on validation is taken.
-    "dyneval.window": Key(int, 10, low=1, high=10**6),
-    "dyneval.learning_rates": Key(str, "1e-5"),  # The best on validation is taken.
-    "dyneval.decay_rates": Key(str, "1e-3"),
-    "dyneval.epsilons": Key(str, "1e-5"),
-    "dyneval.batch_size": Key(int, 1024, low=1, high=10**6),  # Stripes of gradient statistics,
-    "dyneval.max_windows": configs.COUNT._replace(default=500),  # and how many of their windows.
-    "dyneval.parallel": Key(int, low=1, high=10**5),  # Adaptations at once; by memory unless set.
+    "which": Option(str, "best", choices=("best", "latest"), meaning="the checkpoint to score"),
+    "methods": Option(
+        str, "deterministic", meaning="deterministic, mc, dyneval, mc_dyneval; empty: show results"
+    ),
+    "splits": Option(str, "valid,test", meaning="the splits of the corpus to score"),
+    "text": Option(str, meaning="a file to score instead of the splits"),
+    "ensemble": Option(str, meaning="token files to average, and nothing else"),
+    "output": Option(str, meaning="a file for the Markdown, or for the tokens of the ensemble"),
+    "source_dir": Option(str, meaning="where the files of the corpus are now, if they were moved"),
+    "data_dir": Option(str, meaning="where the prepared corpus is now, if it was moved"),
+    "temperature": Option(
+        str, "search", meaning="search, minimise, saved (with the checkpoint), or a number"
+    ),
+    "stripes": Option(
+        int, 1, low=0, high=10**5, meaning="1 gives the final numbers; 0 is as in training"
+    ),
+    "window": Option(int, low=1, high=10**6, meaning="time steps; as in training unless set"),
+    "seed": options.SEED._replace(meaning="of the dropout masks"),
+    "samples": Option(int, 200, low=1, high=10**6, meaning="mc: dropout samples"),
+    "samples_per_block": Option(
+        int, low=1, high=10**6, meaning="mc: samples at once; as memory allows unless set"
+    ),
+    "average": Option(
+        str,
+        "arithmetic",
+        choices="evaluation.montecarlo.AVERAGES",
+        meaning="mc: the mean of probabilities",
+    ),
+    "power": Option(float, 0.5, low=-1e3, high=1e3, meaning="mc: exponent of the power mean"),
+    "multipliers": Option(
+        str, "1", meaning="mc: factors on the dropout rates; the best on validation is used"
+    ),
+    "dyneval.window": Option(int, 10, low=1, high=10**6, meaning="time steps per update"),
+    "dyneval.learning_rates": Option(str, "1e-5", meaning="the best on validation is used"),
+    "dyneval.decay_rates": Option(str, "1e-3", meaning="pull towards the trained weights"),
+    "dyneval.epsilons": Option(str, "1e-5", meaning="added to the gradient statistics"),
+    "dyneval.batch_size": Option(
+        int, 1024, low=1, high=10**6, meaning="stripes of the gradient statistics"
+    ),
+    "dyneval.max_windows": options.COUNT._replace(
+        default=500, meaning="windows of the gradient statistics"
+    ),
+    "dyneval.parallel": Option(
+        int, low=1, high=10**5, meaning="adaptations at once; as memory allows unless set"
+    ),
+}
+# The methods that read an option, if not all do. Sections and single options have an entry.
+READ_BY = {
+    **dict.fromkeys(("window", "stripes"), ("deterministic", "mc")),
+    **dict.fromkeys(("seed", "samples", "samples_per_block", "average"), ("mc", "mc_dyneval")),
+    **dict.fromkeys(("power", "multipliers"), ("mc", "mc_dyneval")),
+    "dyneval": ("dyneval", "mc_dyneval"),
 }
 # The limits of the numbers in these lists.
 LISTS = {
-    "multipliers": Key(float, low=0.0, high=1e3),
-    "dyneval.learning_rates": Key(float, low=0.0, high=1e6),
-    "dyneval.decay_rates": Key(float, low=0.0, high=1e6),
-    "dyneval.epsilons": Key(float, above=0.0, high=1e6),
+    "multipliers": Option(float, low=0.0, high=1e3),
+    "dyneval.learning_rates": Option(float, low=0.0, high=1e6),
+    "dyneval.decay_rates": Option(float, low=0.0, high=1e6),
+    "dyneval.epsilons": Option(float, above=0.0, high=1e6),
 }
 
 
+def readers(name: str) -> tuple[str, ...]:
+    """The methods that read an option; none are listed if all do."""
+    return READ_BY.get(name.partition(".")[0], ())
+
+
 def defaults() -> config_dict.ConfigDict:
-    """All options at their defaults: deterministic, one stream, lamb's temperature search."""
+    """All options with their defaults: deterministic, one stream, lamb's temperature search."""
     return configs.make_dict(OPTIONS).lock()
 
 
-def check(options: config_dict.ConfigDict) -> None:
-    """Refuses options with values that are out of range."""
-    values = configs.flatten(options)
-    configs.check_values(values, OPTIONS, prefix="eval.")
+def check(chosen: config_dict.ConfigDict) -> None:
+    """Raises a UsageError for the first value that is out of range."""
+    values = configs.flatten(chosen)
+    options.check_values(values, OPTIONS, prefix="eval.")
     for name in LISTS:
         parse_numbers(name, values[name])
 
@@ -71,7 +102,7 @@ def parse_numbers(name: str, text: str) -> list[float]:
             f"eval.{name} {text!r} is not a list of numbers; write it as 0.6,0.7,0.8"
         ) from None
     for number in numbers:
-        configs.check_values({name: number}, LISTS, prefix="eval.")
+        options.check_values({name: number}, LISTS, prefix="eval.")
     return numbers
 
 

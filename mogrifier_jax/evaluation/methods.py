@@ -1,15 +1,16 @@
-"""The methods that score the texts of a trained run, and the options of `--mode=evaluate`.
+"""The methods by which `--mode=evaluate` scores the texts of a trained run.
 
 A method first chooses on the validation set what the options leave open: the temperature, the
 dropout multiplier, or the settings of dynamic evaluation. Then it returns a function that scores
-the text of a given name. `scoring.py` calls the methods and keeps the results.
+the text of a given name. `evaluate_command.py` calls the methods and saves their results, and
+`eval_options.py` lists the options.
 """
 
 import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
@@ -17,83 +18,90 @@ from jax.sharding import Mesh
 from ml_collections import config_dict
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.evaluation import dyneval, eval_options, montecarlo, pretrained
+from mogrifier_jax.evaluation import dyneval, eval_options, loading, montecarlo, scored_texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
-TEMPERATURES = (0.5, 1.5)  # `minimise` searches between these,
-TOLERANCE = 1e-3  # until the interval is this small.
+TEMPERATURES = (0.5, 1.5)  # The interval that `minimise` searches,
+TOLERANCE = 1e-3  # and the width at which it stops.
 
-ScoreFn = Callable[[str], evaluate.TokenScores | dyneval.Outcome]  # Of the text with this name.
+# From the name of a text to its scores.
+ScoreFn = Callable[[str], evaluate.TokenScores | dyneval.Outcome]
+# In annotations of `Scorer` the name dyneval is that of its method.
+Adapter = dyneval.DynamicEvaluation
+GradientStatistics = dyneval.Statistics
 
 
 class Scorer:
-    """A trained run and the texts to score; each method returns its details and a ScoreFn."""
+    """A trained run and the texts to score.
+
+    Each method in METHODS returns the details that are kept with its results, and a ScoreFn.
+    """
 
     def __init__(self, folder: str, options: config_dict.ConfigDict):
         self.folder, self.options = folder, options
         self._fixed_temperature = eval_options.parse_temperature(options.temperature)
         self.mesh = partitioning.make_mesh()
-        self.loaded = pretrained.load_weights(folder, options.which, self.mesh)
+        self.loaded = loading.load_run(folder, options.which, self.mesh)
         self.model, self.params = self.loaded.model, self.loaded.params
         if options.text:
-            self.texts = pretrained.read_file(self.loaded, options.text)
-            self.names = self.texts.names
+            self.task, self.origin = scored_texts.read_file(self.loaded, options.text)
+            self.names = self.task.splits
         else:
-            self.texts = self.splits
+            self.task, self.origin = self.read_corpus()
             self.names = tuple(options.splits.split(","))
         for name in self.names:
-            self.texts.check(name)
+            self.task.check_split(name)
         config = self.loaded.config
         self.batch_size = config.data.batch_size // config.optimizer.get("accumulate", 1)
         self.window = options.window or config.data.window
         self.dropout = runs.make_dropout(self.model, **config.dropout)
         self.key = jax.random.key(options.seed)
 
-    @functools.cached_property
-    def splits(self) -> pretrained.Texts:
-        """The corpus of the run; it is read only if a method needs it."""
-        return pretrained.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
+    @functools.cache  # noqa: B019  The corpus is read at most once.
+    def read_corpus(self) -> scored_texts.ScoredTexts:
+        """Reads the corpus of the run, of which a file to score needs only the statistics."""
+        return scored_texts.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
 
     def deterministic(self) -> tuple[dict[str, Any], ScoreFn]:
         """One pass without dropout and without adaptation."""
         temperature = self.find_temperature(self.batch_size, self.window)
 
-        def score(name):
+        def score(name: str) -> evaluate.TokenScores:
             stripes = self.num_stripes(name)
-            mesh = self.share(stripes)
-            plan = self.texts.plan(name, stripes, window=self.window, mesh=mesh)
-            run = evaluate.Deterministic(self.model, plan, chunk=64)
-            return run(partitioning.replicate(self.params, mesh), temperature, title=name)
+            mesh = self.busy_mesh(stripes)
+            plan = self.task.plan(name, stripes, window=self.window, mesh=mesh)
+            score_plan = evaluate.Deterministic(self.model, plan, chunk=64)
+            return score_plan(partitioning.replicate(self.params, mesh), temperature, title=name)
 
         return {"temperature": temperature, "window": self.window}, score
 
     def mc(self) -> tuple[dict[str, Any], ScoreFn]:
-        """Monte-Carlo dropout, with the multiplier that is best on validation."""
+        """Monte-Carlo dropout, with the dropout multiplier that is best on validation."""
 
-        def score(name, multiplier, temperature):
+        def score(name: str, multiplier: float, temperature: float) -> evaluate.TokenScores:
             title = f"mc {name}, dropout times {multiplier:g}"
-            run = self.sampler(name, self.num_stripes(name), self.window)
-            return run(self.params, temperature, None, title, multiplier)
+            sampler = self.sampler(name, self.num_stripes(name), self.window)
+            return sampler(self.params, temperature, None, title, multiplier)
 
         chosen, score_fn = self.choose_multiplier(self.batch_size, self.window, score)
-        return chosen | {"window": self.window} | self.sampling, score_fn
+        return chosen | {"window": self.window} | self.sampling_options(), score_fn
 
     def dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
         """Dynamic evaluation, with the settings that are best on validation."""
         options = self.options.dyneval
         temperature = self.find_temperature(options.batch_size, options.window)
-        setting, known = self.choose_setting(temperature)
+        chosen = self.choose_setting(temperature)
 
-        def score(name):
-            if name in known:
-                return known[name]
-            run = self.adapter(name, 1)
-            return run(self.params, [setting], temperature, title=f"dyneval {name}")[0]
+        def score(name: str) -> dyneval.Outcome:
+            if name in chosen.outcomes:
+                return chosen.outcomes[name]
+            adapt, title = self.adapter(name, 1), f"dyneval {name}"
+            return adapt(self.params, [chosen.rule], temperature, title=title)[0]
 
-        adapted = self.describe_adaptation(self.compute_statistics())
-        details = adapted | setting._asdict() | self.check_rounding(setting, temperature)
+        details = self.adaptation_options() | chosen.rule._asdict()
+        details |= self.check_rounding(chosen, temperature)
         return {"temperature": temperature} | details, score
 
     def mc_dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
@@ -104,72 +112,76 @@ class Scorer:
                 "use --eval.average=arithmetic"
             )
         options = self.options.dyneval
-        setting, _ = self.choose_setting(self._fixed_temperature or self.loaded.temperature or 1.0)
+        chosen = self.choose_setting(self._fixed_temperature or self.loaded.temperature or 1.0)
 
-        def score(name, multiplier, temperature):
+        def score(name: str, multiplier: float, temperature: float) -> dyneval.Outcome:
             samples, title = self.options.samples, f"mc_dyneval {name}"
             return self.adapter(name, samples, self.dropout).sample(
-                self.params, setting, self.key, samples, temperature, multiplier, title=title
+                self.params, chosen.rule, self.key, samples, temperature, multiplier, title=title
             )
 
-        chosen, score_fn = self.choose_multiplier(options.batch_size, options.window, score)
-        details = self.describe_adaptation(self.compute_statistics()) | setting._asdict()
-        details |= self.check_rounding(setting, chosen["temperature"])
-        return chosen | details | self.sampling, score_fn
+        best, score_fn = self.choose_multiplier(options.batch_size, options.window, score)
+        details = self.adaptation_options() | chosen.rule._asdict()
+        details |= self.check_rounding(chosen, best["temperature"])
+        return best | details | self.sampling_options(), score_fn
 
-    def check_rounding(self, setting: Any, temperature: float) -> dict[str, Any]:
-        """Whether rounding decides the scores of this setting; a warning says so."""
-        run = self.adapter(self.names[0], 2)
-        distance = run.rounding_nats(self.params, setting, temperature)
+    def check_rounding(self, chosen: "ChosenRule", temperature: float) -> dict[str, bool]:
+        """Whether the scores depend on rounding errors, which a warning then says.
+
+        It runs the program that has scored the first text, or will score it; only Monte-Carlo
+        samples have another program.
+        """
+        name = self.names[0]
+        count = chosen.num_candidates if name in chosen.outcomes else 1
+        adapt = self.adapter(name, count)
+        distance = adapt.rounding_nats(self.params, chosen.rule, temperature, count)
         if distance <= dyneval.CHAOTIC_NATS:
             return {"chaotic": False}
         logging.warning(
             "dynamic evaluation at learning rate %g is chaotic: two runs that begin a rounding "
             "apart differ by %.2g nats a token after %d windows or fewer, so other machines and "
             "versions will find other scores; use a lower rate",
-            setting.learning_rate,
+            chosen.rule.learning_rate,
             distance,
             dyneval.ROUNDING_WINDOWS,
         )
         return {"chaotic": True}
 
-    @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling_options(self) -> dict[str, Any]:
         """The options of Monte-Carlo samples that are kept with a result."""
         names = ("samples", "average", "seed")
         power = {"power": self.options.power} if self.options.average == "power" else {}
         return {name: self.options[name] for name in names} | power
 
-    def describe_adaptation(self, statistics: Any) -> dict[str, Any]:
-        """The options of dynamic evaluation that are kept with a result; it reads one stream."""
-        windows = len(statistics.losses)
+    def adaptation_options(self) -> dict[str, Any]:
+        """The options of dynamic evaluation that are kept with a result."""
+        losses = self.compute_statistics().losses
+        assert losses is not None, "only a DynamicEvaluation drops them"
         return {
             "window": self.options.dyneval.window,
-            "stripes": 1,
-            "statistics_windows": windows,
+            "stripes": 1,  # The weights adapt along the text, so it is one stream.
+            "statistics_windows": len(losses),
         }
 
-    def share(self, count: int) -> Mesh:
-        """The part of the mesh that `count` stripes or adaptations keep busy."""
+    def busy_mesh(self, count: int) -> Mesh:
+        """The part of the mesh that `count` stripes or adaptations can keep busy."""
         if jax.process_count() > 1:  # Every process must take part.
             return self.mesh
         return partitioning.shrink(self.mesh, min(count, self.mesh.shape["data"]))
 
     def num_stripes(self, name: str) -> int:
-        """How many stripes a text is cut into."""
-        if not self.texts.carries:
-            return self.batch_size  # Examples carry no state, so the number changes no score.
+        """How many stripes a text is divided into."""
+        if not self.task.carries:
+            return self.batch_size  # Independent examples have the same scores in any batch.
         lines = self.loaded.config.evaluation.lines_per_stripe
-        return self.options.stripes or evaluate.num_stripes(
-            self.texts, name, self.batch_size, lines
-        )
+        return self.options.stripes or evaluate.num_stripes(self.task, name, self.batch_size, lines)
 
     @functools.cache  # noqa: B019  One sampler serves all multipliers and temperatures.
     def sampler(self, name: str, stripes: int, window: int) -> montecarlo.MonteCarlo:
         """Monte-Carlo dropout over a text, set up from the options."""
         return montecarlo.MonteCarlo(
             self.model,
-            self.texts.plan(name, stripes, window=window),
+            self.task.plan(name, stripes, window=window),
             self.dropout,
             key=self.key,
             samples=self.options.samples,
@@ -178,10 +190,11 @@ class Scorer:
             mesh=self.mesh,
         )
 
-    def adapter(self, name: str, count: int, dropout: models.Dropout | None = None):
+    @functools.cache  # noqa: B019  Scores and the check for chaos share a compiled program.
+    def adapter(self, name: str, count: int, dropout: models.Dropout | None = None) -> Adapter:
         """Dynamic evaluation of a text as one stream, with `count` adaptations."""
-        plan = self.texts.plan(name, 1, window=self.options.dyneval.window)
-        parallel, mesh = self.options.dyneval.parallel, self.share(count)
+        plan = self.task.plan(name, 1, window=self.options.dyneval.window)
+        parallel, mesh = self.options.dyneval.parallel, self.busy_mesh(count)
         return dyneval.DynamicEvaluation(
             self.model,
             plan,
@@ -192,14 +205,17 @@ class Scorer:
         )
 
     @functools.cache  # noqa: B019  All methods need the same statistics.
-    def compute_statistics(self) -> Any:
-        """Passes over the training text for the statistics of its gradients, or reads them."""
-        options = self.options.dyneval
-        size, window, most = options.batch_size, options.window, options.max_windows
-        plan = self.splits.plan("train", size, window=window, mesh=self.mesh)
-        step = self.loaded.info["step"]
+    def compute_statistics(self) -> GradientStatistics:
+        """Gradient statistics from a pass over the training text, or from the workdir."""
+        options, corpus = self.options.dyneval, self.read_corpus().task
+        plan = corpus.plan("train", options.batch_size, window=options.window, mesh=self.mesh)
         return dyneval.cached_statistics(
-            self.folder, step, self.model, self.params, plan, max_windows=most
+            self.folder,
+            self.loaded.info["step"],
+            self.model,
+            self.params,
+            plan,
+            max_windows=options.max_windows,
         )
 
     def find_temperature(
@@ -207,16 +223,16 @@ class Scorer:
     ) -> float:
         """The logit scale, found by the rule that the options name.
 
-        Like lamb, it searches on short stripes of the validation text.
+        As in lamb, the search reads short stripes of the validation text.
 
         Args:
-          multiplier: scales the dropout rates of Monte-Carlo samples; None: without dropout.
+          multiplier: scales the dropout rates of Monte-Carlo samples; None is without dropout.
         """
         if self._fixed_temperature:
             return self._fixed_temperature
         rule = self.options.temperature
         self.require_validation("temperatures", rule == "minimise")
-        # A file is scored without the validation set. Training found the saved value on it.
+        # A file is scored without the validation set, on which training found the saved value.
         if rule == "saved" or self.options.text:
             if self.loaded.temperature is None:
                 raise errors.UsageError(
@@ -241,29 +257,29 @@ class Scorer:
                 sampler(self.params, scale, windows, multiplier=multiplier).mean()
                 for scale in scales
             ]
-        plan = self.texts.plan("valid", batch_size, window=window, mesh=self.mesh)
-        run = evaluate.Deterministic(self.model, plan)
+        plan = self.task.plan("valid", batch_size, window=window, mesh=self.mesh)
+        score_plan = evaluate.Deterministic(self.model, plan)
 
-        def score(scales):
-            sums = run.sums(self.params, scales, windows)
+        def score(scales: Sequence[float]) -> Sequence[float]:
+            sums = score_plan.sums(self.params, scales, windows)
             return sums.total / sums.count
 
         return score
 
     def choose_multiplier(
         self, batch_size: int, window: int, score: Callable[..., Any]
-    ) -> tuple[dict[str, Any], ScoreFn]:
+    ) -> tuple[dict[str, float], ScoreFn]:
         """Fixes the multiplier and temperature of score(name, multiplier, temperature).
 
-        The dropout multiplier is the one that is best on validation.
+        The dropout multiplier is the one that is best on validation, each with its temperature.
         """
         if not jax.tree.leaves(self.dropout):
             logging.warning(
                 "%s was trained without dropout, so all samples are the same; the method without "
-                "mc gives their scores at once",
+                "mc gives the same scores sooner",
                 self.folder,
             )
-        score = functools.cache(score)  # The validation text may be asked for again.
+        score = functools.cache(score)  # The validation text is one of the texts to score.
         multipliers = eval_options.parse_numbers("multipliers", self.options.multipliers)
         candidates = [(m, self.find_temperature(batch_size, window, m)) for m in multipliers]
         best = 0
@@ -271,29 +287,29 @@ class Scorer:
             self.require_validation("multipliers")
             nats = [score("valid", *candidate).mean() for candidate in candidates]
             for (multiplier, temperature), value in zip(candidates, nats, strict=True):
-                made = f"dropout times {multiplier:g}, temperature {temperature:g}"
-                logging.info("%s: %.4f nats on validation", made, value)
-            best = best_of(nats)
+                candidate = f"dropout times {multiplier:g}, temperature {temperature:g}"
+                logging.info("%s: %.4f nats on validation", candidate, value)
+            best = index_of_best(nats)
         chosen = dict(zip(("multiplier", "temperature"), candidates[best], strict=True))
         return chosen, lambda name: score(name, *candidates[best])
 
-    def choose_setting(self, temperature: float):
-        """The best setting of dynamic evaluation, and the outcomes that are already known."""
-        given = self.options.dyneval
+    def choose_setting(self, temperature: float) -> "ChosenRule":
+        """The update rule of the grid in the options that is best on validation."""
+        lists = self.options.dyneval
         names = ("learning_rates", "decay_rates", "epsilons")
         parse = eval_options.parse_numbers
-        grid = itertools.product(*(parse(f"dyneval.{name}", given[name]) for name in names))
-        settings = list(itertools.starmap(dyneval.UpdateRule, grid))
-        if len(settings) == 1:
-            return settings[0], {}
+        grid = itertools.product(*(parse(f"dyneval.{name}", lists[name]) for name in names))
+        rules = list(itertools.starmap(dyneval.UpdateRule, grid))
+        if len(rules) == 1:
+            return ChosenRule(rules[0], {}, 1)
         self.require_validation("dyneval settings")
-        run = self.adapter("valid", len(settings))
-        outcomes = run(self.params, settings, temperature, title="dyneval settings")
-        for setting, outcome in zip(settings, outcomes, strict=True):
-            numbers = ", ".join(f"{name} {value:g}" for name, value in setting._asdict().items())
-            logging.info("%s: %s", numbers, show_outcome(outcome))
-        best = best_of([outcome.mean() for outcome in outcomes])
-        return settings[best], {"valid": outcomes[best]}
+        adapt = self.adapter("valid", len(rules))
+        outcomes = adapt(self.params, rules, temperature, title="dyneval settings")
+        for rule, outcome in zip(rules, outcomes, strict=True):
+            numbers = ", ".join(f"{name} {value:g}" for name, value in rule._asdict().items())
+            logging.info("%s: %s", numbers, format_outcome(outcome))
+        best = index_of_best([outcome.mean() for outcome in outcomes])
+        return ChosenRule(rules[best], {"valid": outcomes[best]}, len(rules))
 
     def require_validation(self, what: str, needed: bool = True) -> None:
         """Refuses to choose among values when a file is scored: it has no validation set."""
@@ -304,8 +320,16 @@ class Scorer:
             )
 
 
+class ChosenRule(NamedTuple):
+    """An update rule of dynamic evaluation, and what is known from choosing it."""
+
+    rule: dyneval.UpdateRule
+    outcomes: dict[str, dyneval.Outcome]  # By the name of the text.
+    num_candidates: int
+
+
 def minimise(f: Callable[[float], float], low: float, high: float) -> float:
-    """The place of the minimum of f by golden-section search; f has one between low and high."""
+    """Golden-section search for the x at which f, which must be unimodal, is smallest."""
     ratio = (math.sqrt(5) - 1) / 2
     x = [high - ratio * (high - low), low + ratio * (high - low)]
     y = [f(x[0]), f(x[1])]
@@ -321,13 +345,13 @@ def minimise(f: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-def best_of(nats: Sequence[float]) -> int:
+def index_of_best(nats: Sequence[float]) -> int:
     """The index of the smallest finite value; 0 if no value is finite."""
     return min(range(len(nats)), key=lambda i: nats[i] if math.isfinite(nats[i]) else math.inf)
 
 
-def show_outcome(outcome: dyneval.Outcome) -> str:
-    """The score as text; if it diverged, the window and the score up to it."""
+def format_outcome(outcome: dyneval.Outcome) -> str:
+    """The score as text; if it diverged, the window where it did and the score up to it."""
     if outcome.diverged_at is None:
         return f"{outcome.mean():.4f} nats"
     return (

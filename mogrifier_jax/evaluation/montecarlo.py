@@ -3,7 +3,7 @@
 Axes: K blocks of M samples, W windows of one dispatch, B stripes, T time, V vocabulary.
 
 Every sample is a pass of its own, with its own state and masks. p_s(v) is the probability of v
-under the masks of sample s; the logit scale is applied before the softmax. The averages are
+under the masks of sample s, where the logit scale is applied before the softmax. The averages are
 
     arithmetic              1/S Σ p_s(v), which sums to one, so only the target's p_s is needed
     geometric               exp(1/S Σ log p_s(v)), renormalised over v; for an ordinary softmax
@@ -11,9 +11,9 @@ under the masks of sample s; the logit scale is applied before the softmax. The 
     power                   (1/S Σ p_s(v)^a)^(1/a), renormalised over v; a = 1 is arithmetic
     unnormalised_geometric  exp(1/S Σ log p_s(v)), whose nats are the mean of the samples' nats
 
-The samples of a block run in parallel, spread over the mesh axis "data". The blocks of a window run
-one after the other, so memory depends on M alone. A window is averaged before the next one begins,
-so no results of single samples are kept.
+The samples of a block run in parallel, split over the mesh axis "data". The blocks of a window run
+one after another, so memory depends on M alone. Every window is averaged before the next one is
+read, so no results of single samples are stored.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.data import tasks
+from mogrifier_jax.data import streams, tasks
+from mogrifier_jax.evaluation import loaded_run
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
@@ -36,10 +37,10 @@ class Average(NamedTuple):
     """How the samples' log-probabilities are averaged."""
 
     exponent: float  # 0 is the geometric mean.
-    whole: bool  # True: over all of V, then renormalised. False: of the targets alone.
+    whole: bool  # Whether all of V is averaged and renormalised, or only the targets.
 
     def start(self, shape: tuple[int, ...]) -> jax.Array:
-        """The value of the accumulator before any sample is added."""
+        """The accumulator before any sample has been added."""
         return jnp.full(shape, -jnp.inf) if self.exponent else jnp.zeros(shape)
 
     def add(self, total: jax.Array, log_p: jax.Array, weights: jax.Array) -> jax.Array:
@@ -59,7 +60,7 @@ class Average(NamedTuple):
 
 
 def make_average(kind: str = "arithmetic", power: float = 0.5) -> Average:
-    """The average of a kind in AVERAGES; only the kind "power" uses the exponent `power`."""
+    """Returns the average of this kind, one of AVERAGES; `power` is used by kind "power" alone."""
     if kind not in AVERAGES:
         raise errors.UsageError(f"average {kind!r} is unknown; use one of {', '.join(AVERAGES)}")
     if kind == "power" and not 0 < power <= 1:
@@ -78,18 +79,18 @@ def make_average(kind: str = "arithmetic", power: float = 0.5) -> Average:
 class MonteCarlo:
     """Scores weights by S passes with dropout.
 
-    It compiles once for any weights, logit scale and rates.
+    It compiles once, for any weights, logit scale and rates.
 
     Args:
       plan: on one device or on every device of the mesh; its stripes are not split.
       dropout: the rates of training.
       key: sample s draws from `sample_keys(key, ...)[s]`, whatever the size of the blocks.
-      samples_per_block: M; by default as many as fit into about a quarter of a gigabyte.
+      samples_per_block: M; by default as many as fit into about a quarter of a gigabyte per device.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: loaded_run.Model,
         plan: tasks.Plan,
         dropout: models.Dropout,
         *,
@@ -120,61 +121,75 @@ class MonteCarlo:
         self._sharding = mesh and NamedSharding(mesh, PartitionSpec(None, "data"))
         weights = np.arange(self.num_blocks * self.block_size) < samples
         keys = sample_keys(key, self.num_blocks * self.block_size)
-        # JAX cannot put keys on the devices of other processes, so their numbers are put there.
+        # JAX cannot place typed keys on devices of other processes, but it can place their data.
         keys = jax.random.wrap_key_data(self._place(jax.random.key_data(keys)))
         self._blocks = (keys, self._place(jnp.asarray(weights / samples, jnp.float32)))
         self._average, self._chunk = average, min(chunk, plan.num_windows)
-        everywhere = mesh and partitioning.replicated(mesh)
-        self._run = jax.jit(
-            self._windows, donate_argnames="carry", out_shardings=(everywhere, self._sharding)
+        replicated = mesh and partitioning.replicated(mesh)
+        self._score_jitted = jax.jit(
+            self._score_windows, donate_argnames="carry", out_shardings=(replicated, self._sharding)
         )
 
     def __call__(
         self,
-        params: Any,
+        params: loaded_run.Params,
         logit_scale: float = 1.0,
         max_windows: int | None = None,
         title: str = "",
         multiplier: float = 1.0,
     ) -> evaluate.TokenScores:
-        """Scores of the first `max_windows` windows; the rates are multiplied by `multiplier`."""
+        """Scores of the first `max_windows` windows, or of all, with rates times `multiplier`."""
         rates = scale_dropout(self.dropout, multiplier)
         zeros = evaluate.zero_carry(self.model, self.plan)
         count = self.num_blocks * self.block_size
         carry = jax.tree.map(lambda a: self._place(jnp.zeros((count, *a.shape), a.dtype)), zeros)
 
-        def run(carry, first, windows):
+        def dispatch(carry: Any, first: int, count: int) -> tuple[jax.Array, Any]:
             stream, blocks = self.plan.stream, self._blocks
-            return self._run(params, stream, carry, first, windows, logit_scale, rates, blocks)
+            return self._score_jitted(
+                params, stream, carry, first, count, logit_scale, rates, blocks
+            )
 
         windows = evaluate.limit_windows(self.plan, max_windows)
-        nats = evaluate.collect_nats(run, carry, self.targets, windows, self._chunk, title)[0]
+        nats, _ = evaluate.collect_nats(dispatch, carry, self.targets, windows, self._chunk, title)
         return self.targets.in_order(nats)
 
-    def _windows(self, params, stream, carry, first, count, logit_scale, rates, blocks):
-        """Nats [W, B, T] of the samples' average, and the carry [K, M, B, ...] of each sample.
+    def _score_windows(
+        self,
+        params: loaded_run.Params,
+        stream: tasks.Stream,
+        carry: Any,
+        first: jax.Array,
+        count: jax.Array,
+        logit_scale: jax.Array,
+        rates: models.Dropout,
+        blocks: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, Any]:
+        """Nats [W, B, T] of the average over samples, and the carry [K, M, B, ...] of each sample.
 
-        `blocks` holds the keys and the weights of the samples, [K, M].
+        Args:
+          blocks: the keys and the weights of the samples, [K, M].
         """
         average, model = self._average, self.model
         method = log_probabilities if average.whole else "batch_nats"
 
-        def score(carry, batch, index):
-            def one(carry, key):
+        def score(carry: Any, batch: Any, index: jax.Array) -> tuple[Any, jax.Array]:
+            def sample(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
                 rngs = {"dropout": jax.random.fold_in(key, index)}
-                found, carry = model.apply(
+                outputs: Any  # Flax annotates the second result of `apply` as variables.
+                carry, outputs = model.apply(
                     {"params": params}, batch, carry, rates, logit_scale, rngs=rngs, method=method
                 )
-                return carry, found if average.whole else -found[..., None]
+                return carry, outputs if average.whole else -outputs[..., None]
 
-            def block(total, inputs):
-                carry, keys, weights = inputs
-                carry, log_p = jax.vmap(one)(carry, keys)
+            def add_block(total: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+                carry, keys, weights = block
+                carry, log_p = jax.vmap(sample)(carry, keys)
                 return average.add(total, log_p, weights), carry
 
             width = model.vocab_size if average.whole else 1
             total = average.start((*batch.targets.shape, width))
-            total, carry = jax.lax.scan(block, total, (carry, *blocks))
+            total, carry = jax.lax.scan(add_block, total, (carry, *blocks))
             nats = average.nats(total, batch.targets)
             if batch.lengths is not None:
                 steps = jnp.arange(nats.shape[1])[None]
@@ -185,19 +200,25 @@ class MonteCarlo:
         return evaluate.over_windows(score, carry, batch_at, stream, first, count, self._chunk)
 
     def _place(self, array: jax.Array) -> jax.Array:
-        """Reshapes [K * M, ...] to [K, M, ...] and spreads each block over the devices."""
+        """Reshapes [K * M, ...] to [K, M, ...] and splits each block over the devices."""
         array = array.reshape(self.num_blocks, self.block_size, *array.shape[1:])
         return array if self._sharding is None else jax.device_put(array, self._sharding)
 
 
-def log_probabilities(model, batch, carry, rates, logit_scale):
-    """log p [B, T, V] of all tokens under dropout, and the carry; `apply` calls it as a method."""
+def log_probabilities(
+    model: models.LanguageModel,
+    batch: streams.Window,
+    carry: Any,
+    rates: models.Dropout,
+    logit_scale: jax.Array,
+) -> tuple[Any, jax.Array]:
+    """The carry, and log p [B, T, V] of all tokens under dropout; a `method` of `apply`."""
     start = None if carry == () else carry
     steps = jnp.arange(batch.inputs.shape[1])[:, None]
     valid = None if batch.lengths is None else steps < batch.lengths[None]
     end, hs = model.run(batch.inputs, start, valid, rates)
     log_p = jax.nn.log_softmax(model.softmax.logits(hs, model.embedding, logit_scale, rates))
-    return jnp.swapaxes(log_p, 0, 1), () if start is None else end
+    return () if start is None else end, jnp.swapaxes(log_p, 0, 1)
 
 
 def sample_keys(key: jax.Array, count: int) -> jax.Array:
@@ -216,15 +237,18 @@ def scale_dropout(dropout: models.Dropout, multiplier: float) -> models.Dropout:
     return jax.tree.map(lambda rate: jnp.float32(rate * multiplier), dropout)
 
 
-def fitting_samples(model: Any, shape: tuple[int, int], average: Average) -> int:
-    """How many samples of a window of this shape [B, T] fit into a block on one device."""
+def fitting_samples(model: loaded_run.Model, shape: tuple[int, int], average: Average) -> int:
+    """How many samples of a window of this shape, [B, T], fit into a block on one device."""
     per_token = model.vocab_size * (2 if average.whole else 1)
     per_token += 8 * model.num_layers * model.hidden_size
     return max(1, BLOCK_SIZE // (shape[0] * shape[1] * per_token))
 
 
 def cut_blocks(samples: int, block_size: int, devices: int) -> tuple[int, int]:
-    """The number of blocks and their size, a multiple of the devices; the last may have padding."""
+    """The number of blocks and their size, which is a multiple of the number of devices.
+
+    The last block may be padded.
+    """
     num_blocks = -(-samples // block_size)
     size = -(-samples // num_blocks)
     size = -(-size // devices) * devices

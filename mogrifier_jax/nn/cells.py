@@ -1,20 +1,19 @@
 """Recurrent cells: pure functions of (params, carry, x).
 
-Axes: ... any leading axes (usually B, the batch), D input features, H hidden
-features, K rank. Nothing here knows of Flax, time or devices; `layers.py` owns the
-parameters and `recurrence.py` scans.
+Axes: ... any leading axes (usually B, the batch), D input features, H hidden features, G gates,
+K rank. A function here computes one step. `layers.py` declares the parameters, and `recurrence.py`
+scans over time.
 
-Every cell is a function `cell(params, carry, x, keep=None, scale=None) -> (carry, gates)`.
-Its output is the new `carry.h`. `gates` has the values of all gates, for analysis. They cost
-nothing if nobody uses them. `keep` is the mask of the state dropout (bool, shaped like h),
-and `scale` is 1 / (1 - rate). They apply to the state that the gates read, never to the stored
-state.
+Every cell is a function `cell(params, carry, x, keep=None, scale=None) -> (carry, gates)`, whose
+output is the new `carry.h`. `gates` holds the values of all gates, for analysis; XLA removes them
+where they are not used. `keep` is the mask of the state dropout (bool, shaped like h), and `scale`
+is 1 / (1 - rate). They apply to the state that the gates read, never to the stored state.
 
-`params` is a nested dict. Only `project` and `affine` multiply by its matrices. So
-`recurrence.py` can put its own objects in their place and take over the matmuls.
+`params` is a nested dict. Its matrices are only multiplied in `project` and `affine`, because
+`recurrence.py` puts taps in their place, which take over the matmuls.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,22 +22,34 @@ import numpy as np
 
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
+# An elementwise function.
+Function = Callable[[jax.Array], jax.Array]
 
 
 class LSTMCarry(NamedTuple):
-    """State of all LSTMs."""
+    """The carry of all LSTMs, the tuple (c, h)."""
 
     c: jax.Array  # [..., H] at least float32: it accumulates over the whole sequence.
     h: jax.Array  # [..., H] compute dtype.
 
 
 class Carry(NamedTuple):
-    """State of the GRU and the Elman network, which is also their output."""
+    """The state of the GRU and the Elman network; `layers.py` shows users h alone."""
 
     h: jax.Array  # [..., H] compute dtype.
 
 
 State = LSTMCarry | Carry
+
+
+def cast_state(state: State, dtype: Any) -> State:
+    """The state in the dtype of a computation; c is at least float32."""
+    return type(state)(
+        *(
+            part.astype(wide(dtype) if name == "c" else dtype)
+            for name, part in state._asdict().items()
+        )
+    )
 
 
 def project(x: jax.Array, kernel: Any, bias: jax.Array | None = None) -> jax.Array:
@@ -87,7 +98,7 @@ def mogrify(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Lets x and h gate each other in turn, x first (arXiv:1909.01792, eqs. 1-2).
 
-    Without `zigzag` every gate reads the original x and h. It also returns the gates 2σ(.).
+    Without `zigzag` every gate reads the original x and h. Returns x, h and the gates 2σ(.).
     """
     sources = [h, x]  # What odd and even rounds read.
     gated = [x, h]  # What they scale.
@@ -115,6 +126,8 @@ def lstm(
     tied_gates: bool = False,
     cell_clip: float | None = None,
     zoneout: float = 0.0,
+    gate_fn: Function = jax.nn.sigmoid,
+    activation_fn: Function = jnp.tanh,
 ) -> tuple[LSTMCarry, Gates]:
     """LSTM, Mogrifier LSTM or multiplicative LSTM; the groups in `params` decide which.
 
@@ -125,13 +138,13 @@ def lstm(
         x, h = multiply(params, x, h)
     z = gate_inputs(params["gates"], x, h)
 
-    j = jnp.tanh(z[..., 0, :])
-    o = jax.nn.sigmoid(z[..., 1, :])
-    f = jax.nn.sigmoid(z[..., 2, :])
+    j = activation_fn(z[..., 0, :])
+    o = gate_fn(z[..., 1, :])
+    f = gate_fn(z[..., 2, :])
     if tied_gates:
         i = 1 - f
     else:
-        i = jax.nn.sigmoid(z[..., 3, :])
+        i = gate_fn(z[..., 3, :])
         if cap_input_gate:
             i = jnp.minimum(i, 1 - f)  # Keeps |c| <= 1.
     c = f * widen(carry.c) + i * j
@@ -139,7 +152,7 @@ def lstm(
     if "cell_norm" in params:  # The output reads a normalised c; the stored c is not normalised.
         norm = params["cell_norm"]
         read = layer_norm(c, norm["gain"]) + stretch(norm["shift"], c)
-    h = o * jnp.tanh(read)
+    h = o * activation_fn(read)
     if cell_clip is not None:  # It affects only the next step: h is already computed.
         c = jnp.clip(c, -cell_clip, cell_clip)
     if zoneout:
@@ -150,7 +163,7 @@ def lstm(
 
 
 def zone(rate: float, mask: jax.Array | None, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Zoneout (arXiv:1606.01305): the old value where the mask is; without one, the mean."""
+    """Zoneout (arXiv:1606.01305): the old value where the mask is set; without a mask, the mean."""
     return rate * old + (1 - rate) * new if mask is None else jnp.where(mask, old, new)
 
 
@@ -162,6 +175,8 @@ def rewired_lstm(
     scale: jax.Array | None = None,
     *,
     zigzag: bool = True,
+    gate_fn: Function = jax.nn.sigmoid,
+    activation_fn: Function = jnp.tanh,
 ) -> tuple[LSTMCarry, Gates]:
     """Rewired LSTM (arXiv:2211.01848) of the modulated x and h.
 
@@ -170,14 +185,14 @@ def rewired_lstm(
     """
     x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
     z = gate_inputs(params["gates"], x, h)
-    i = jax.nn.sigmoid(z[..., 0, :])
-    j = jnp.tanh(z[..., 1, :])
+    i = gate_fn(z[..., 0, :])
+    j = activation_fn(z[..., 1, :])
     update = (i * j).astype(h.dtype)
-    f = jax.nn.sigmoid(affine(params["forget"], jnp.concatenate([update, h], -1)))
+    f = gate_fn(affine(params["forget"], jnp.concatenate([update, h], -1)))
     i = jnp.minimum(i, 1 - f)  # Keeps |c| <= 1.
     c = f * widen(carry.c) + i * j
-    o = jax.nn.sigmoid(affine(params["output"], drop(c.astype(h.dtype), keep, scale)))
-    h = o * jnp.tanh(c)
+    o = gate_fn(affine(params["output"], drop(c.astype(h.dtype), keep, scale)))
+    h = o * activation_fn(c)
     gates = {"j": j, "o": o, "f": f, "i": i, "c": c, "rounds": rounds}
     return LSTMCarry(c, h.astype(carry.h.dtype)), gates
 
@@ -190,16 +205,18 @@ def gru(
     scale: jax.Array | None = None,
     *,
     zigzag: bool = True,
+    gate_fn: Function = jax.nn.sigmoid,
+    activation_fn: Function = jnp.tanh,
 ) -> tuple[Carry, Gates]:
     """GRU of the modulated x and h; the reset gate comes after the matmul, as in `nn.GRUCell`."""
     x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
-    zx, zh = gate_parts(params["gates"], x, h)
+    zx, zh = gate_projections(params["gates"], x, h)
     r, u, n = (zx[..., g, :] for g in range(3))
     rh, uh, nh = (zh[..., g, :] for g in range(3))
-    r = jax.nn.sigmoid(r + rh)
-    u = jax.nn.sigmoid(u + uh)
-    n = jnp.tanh(n + r * (nh + stretch(params["gates"]["candidate_bias"], nh)))
-    # The part of h that is kept is modulated by the rounds. Dropout is only for the gates.
+    r = gate_fn(r + rh)
+    u = gate_fn(u + uh)
+    n = activation_fn(n + r * (nh + stretch(params["gates"]["candidate_bias"], nh)))
+    # The rounds also modulate the h that is carried over, but dropout affects only the gates.
     kept = widen(carry.h)
     for gate in rounds[1::2]:
         kept = gate * kept
@@ -215,10 +232,11 @@ def elman(
     scale: jax.Array | None = None,
     *,
     zigzag: bool = True,
+    activation_fn: Function = jnp.tanh,
 ) -> tuple[Carry, Gates]:
     """Elman network: h = tanh(W x + U h + b) of the modulated x and h."""
     x, h, rounds = modulate(params, x, carry.h, keep, scale, zigzag)
-    h = jnp.tanh(gate_inputs(params["gates"], x, h)[..., 0, :])
+    h = activation_fn(gate_inputs(params["gates"], x, h)[..., 0, :])
     return Carry(h.astype(carry.h.dtype)), {"h": h, "rounds": rounds}
 
 
@@ -241,7 +259,7 @@ def modulate(
 
 
 def drop(state: jax.Array, keep: jax.Array | None, scale: jax.Array | None) -> jax.Array:
-    """The state as the gates read it: dropped out, if there is a mask."""
+    """The state as the gates read it, which is after dropout if there is a mask."""
     if keep is None or scale is None:
         return state
     return jnp.where(keep, state * scale.astype(state.dtype), jnp.zeros_like(state))
@@ -263,7 +281,7 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
         return affine(params, jnp.concatenate([x, h], -1))
     if "input" not in params and "shift" not in params:  # x is projected already.
         return project(h, params["recurrent"], x)
-    zx, zh = gate_parts(params, x, h)
+    zx, zh = gate_projections(params, x, h)
     if "shift" in params:
         zx = layer_norm(zx, params["input_gain"], (-2, -1))
         zh = layer_norm(zh, params["recurrent_gain"], (-2, -1))
@@ -271,8 +289,8 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
     return zx + zh
 
 
-def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The parts of the pre-activations from x and from h; x may be projected already."""
+def gate_projections(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What x and what h add to the pre-activations; x may be projected already."""
     zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
     return zx, project(h, params["recurrent"])
 
@@ -280,10 +298,10 @@ def gate_parts(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, j
 def split_input_projection(params: Params) -> tuple[Params, Params | None]:
     """Takes the projection of x out of the step: returns equivalent parameters, and a map or None.
 
-    If nothing modulates x before the gates, its projection does not depend on the state. It is
+    If nothing modulates x before the gates, its projection does not depend on the state, so it is
     returned as a map of its own, which `recurrence.scan` applies before the step. Otherwise the
-    two gate matrices become one, so that a step has one large matmul instead of two, and one sum
-    less to keep for the backward pass.
+    two gate matrices are joined, because one large matmul is faster than two, and the backward
+    pass then stores one sum less.
     """
     gates = params["gates"]
     if "input" not in gates:
@@ -299,6 +317,6 @@ def split_input_projection(params: Params) -> tuple[Params, Params | None]:
                 inputs["bias"] = jnp.pad(inputs["bias"], [(1, 0), (0, 0)])
         return params, inputs
     if "multiplicative" in params or "shift" in gates or "candidate_bias" in gates:
-        return params, None  # These need the parts of x and h apart.
+        return params, None  # These need the projections of x and h separately.
     kernel = jnp.concatenate([gates["input"], gates["recurrent"]], 0)
     return {**params, "gates": {"kernel": kernel, "bias": gates["bias"]}}, None

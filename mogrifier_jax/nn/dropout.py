@@ -1,6 +1,7 @@
 """Dropout: its rates, its masks, and the operation itself.
 
-The rates are numbers that may be traced. A rate of None leaves the operation out of the program.
+Rates may be traced, so that changing one does not recompile. A rate of None leaves the operation
+out of the program.
 """
 
 from typing import Any, NamedTuple

@@ -3,10 +3,10 @@
     cell, params = from_flax.convert(nn.OptimizedLSTMCell(64), params)    # linen
     cell = from_flax.convert(nnx.OptimizedLSTMCell(32, 64, rngs=rngs))    # NNX
 
-Flax has a matrix for each gate. Its name is what it reads (i for x, or h) and the gate. NNX's
-optimised cells have the matrices side by side in `dense_i` and `dense_h`. Ours are [D, G, H] and
-[H, G, H]. `RNN` converts Flax's cells by itself, to use the fast recurrence. Call `convert` only to
-get the weights.
+Flax's cells have a matrix for each gate, whose name says what it reads (i for the input x, or h)
+and which gate it is for. NNX's optimised cells have these matrices side by side in `dense_i` and
+`dense_h`; ours are [D, G, H] and [H, G, H], with G gates. `RNN` converts Flax's cells by itself to
+use the fast recurrence, so `convert` is only needed for the weights.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, layers
+from mogrifier_jax.nn import layers
 
 
 class Match(NamedTuple):
@@ -26,16 +26,21 @@ class Match(NamedTuple):
 
     flax: tuple[type, ...]  # Cells of linen; `to_flax` makes the last one.
     ours: type[layers.Cell]
-    options: dict[str, Any]  # Fields that our cell must have; all but _FREE have their defaults.
+    options: dict[str, Any]  # Fields that our cell must have; others must have their defaults.
     gates: tuple[str, ...]  # Flax's names of the gates, in our order.
-    biased: str  # The matrices that have the biases: "i" (they read x) or "h".
+    biased: str  # Which matrices have a bias: those that read x ("i"), or those that read h ("h").
     nnx_gates: tuple[str, ...]  # The gates in the order of NNX's optimised cells.
 
 
 _PLAIN = dict(rounds=0)
-# Fields of our cells that may have any value: sizes, initial values and options of the rounds.
-_FREE = {"hidden_size", "init_factor", "forget_bias", "chrono_max", "rank", "zigzag", "gate_bias"}
-_FREE |= {"dtype", "param_dtype", "parent", "name"}
+# Fields that say what a cell computes with, and which Flax's cells have too, if they have gates.
+_FUNCTIONS = ("gate_fn", "activation_fn")
+# Fields that change no equation of a cell without rounds: sizes, dtypes, initial values.
+FREE_FIELDS = {
+    *("features", "kernel_init", "recurrent_kernel_init", "bias_init", "carry_init"),
+    *("init_factor", "forget_bias", "chrono_max", "rank", "zigzag", "gate_bias"),
+    *("dtype", "param_dtype", "parent", "name"),
+}
 KINDS = (
     Match(
         (nn.LSTMCell, nn.OptimizedLSTMCell),
@@ -58,10 +63,11 @@ class Pair(NamedTuple):
 
 
 def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
-    """Our cell that computes the same as a cell of Flax.
+    """Converts a cell of Flax to the cell of ours that computes the same.
 
     Args:
-      cell: a cell of linen, with its `params`, or a cell of NNX, which has its own.
+      cell: a cell of linen or NNX: `LSTMCell`, `OptimizedLSTMCell`, `GRUCell` or `SimpleCell`.
+      params: the parameters of a linen cell; a cell of NNX has its own.
 
     Returns:
       (cell, params) for linen, or a cell of `mogrifier_jax.nnx` for NNX.
@@ -74,48 +80,61 @@ def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
         )
     from mogrifier_jax import nnx  # Slow to import, and users of linen do not need it.
 
-    found = as_linen(cell)
-    ours = convert(found.cell, found.params)
-    in_features = found.params["i" + find(found.cell).gates[0]]["kernel"].shape[0]
+    linen = as_linen(cell)
+    ours = convert(linen.cell, linen.params)
+    in_features = linen.params["i" + find(linen.cell).gates[0]]["kernel"].shape[0]
     return nnx.from_linen(ours.cell, in_features, ours.params)
 
 
 def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
-    """Converts our cell to `OptimizedLSTMCell`, `GRUCell` or `SimpleCell` of linen or NNX."""
+    """Converts our cell to `OptimizedLSTMCell`, `GRUCell` or `SimpleCell` of linen or NNX.
+
+    Args:
+      cell: a cell of this package without rounds, of linen or NNX.
+      params: the parameters of a linen cell; a cell of NNX has its own.
+
+    Returns:
+      (cell, params) for linen, or a cell of `flax.nnx` for NNX.
+    """
     if not isinstance(cell, layers.Cell):
-        if not isinstance(getattr(cell, "spec", None), layers.Cell):
-            raise errors.UsageError(f"{cell!r:.60} is not a cell of this package; give one")
-        return as_nnx(to_flax(cell.spec, cell.params()))
+        return as_nnx(to_flax(*with_params(cell)))
     kind = find_counterpart(cell)
     gates = (params or {}).get("gates", {})
-    found: dict[str, Any] = {}
+    flax_params: dict[str, Any] = {}
     for index, gate in enumerate(kind.gates):
         for side, name in (("i", "input"), ("h", "recurrent")):
-            found[side + gate] = {"kernel": gates[name][:, index]}
-        found[kind.biased + gate]["bias"] = gates["bias"][index]
+            flax_params[side + gate] = {"kernel": gates[name][:, index]}
+        flax_params[kind.biased + gate]["bias"] = gates["bias"][index]
     if "candidate_bias" in gates:
-        found["hn"]["bias"] = gates["candidate_bias"]
+        flax_params["hn"]["bias"] = gates["candidate_bias"]
     make: Any = kind.flax[-1]
-    return Pair(make(cell.hidden_size, dtype=cell.dtype, param_dtype=cell.param_dtype), found)
+    options = {name: getattr(cell, name) for name in ("dtype", "param_dtype", *functions(make))}
+    return Pair(make(cell.features, **options), flax_params)
+
+
+def functions(make: Any) -> list[str]:
+    """The names of the functions that can be set for a cell of Flax: a SimpleCell has no gates."""
+    return [name for name in _FUNCTIONS if hasattr(make, name)]
+
+
+def with_params(cell: Any, params: Mapping[str, Any] | None = None) -> Pair:
+    """A cell of ours as a linen cell and its parameters, which an NNX cell has itself."""
+    if isinstance(cell, layers.Cell):
+        return Pair(cell, dict(params or {}))
+    if not isinstance(getattr(cell, "spec", None), layers.Cell):
+        raise errors.UsageError(f"{cell!r:.60} is not a cell of this package; give one")
+    return Pair(cell.spec, cell.params())
 
 
 def find(cell: nn.Module) -> Match:
-    """The match of a cell of linen; refuses a cell that has no counterpart here."""
+    """The match of a cell of linen; refuses one that has no counterpart here."""
     for kind in KINDS:
         if type(cell) in kind.flax:
             break
     else:
         known = ", ".join(flax.__name__ for kind in KINDS for flax in kind.flax)
         raise errors.UsageError(f"{type(cell).__name__} has no counterpart here; {known} have one")
-    given: Any = cell
-    for name, function in (("gate_fn", nn.sigmoid), ("activation_fn", nn.tanh)):
-        found = getattr(given, name, function)
-        if found is not function:
-            raise errors.UsageError(
-                f"{name} {getattr(found, '__name__', found)} of {type(cell).__name__} is not "
-                f"{function.__name__}, and our cells have no other"
-            )
-    if getattr(given, "residual", False):
+    if getattr(cell, "residual", False):
         raise errors.UsageError("SimpleCell with residual=True has no counterpart here")
     return kind
 
@@ -128,31 +147,74 @@ def find_counterpart(cell: layers.Cell) -> Match:
         if isinstance(cell, ours):
             break
     else:
-        raise errors.UsageError(f"Flax has no {type(cell).__name__}; it cannot go back")
-    fields = dataclasses.fields(kind.ours)
-    needed = {f.name: f.default for f in fields if f.name not in _FREE} | kind.options
-    found = {name: getattr(cell, name) for name in needed}
-    wrong = [f"{name}={value}" for name, value in found.items() if value != needed[name]]
-    if wrong or isinstance(cell, layers.MLSTMCell):
         raise errors.UsageError(
-            f"Flax has no {type(cell).__name__}{' with ' if wrong else ''}{', '.join(wrong)}; only "
-            f"cells with {', '.join(f'{n}={v}' for n, v in needed.items())} can go back"
+            f"Flax has no {type(cell).__name__}, so it cannot be converted; an LSTMCell can"
         )
+    check_options(
+        cell, kind.ours, kind.options, FREE_FIELDS.union(functions(kind.flax[-1])), "Flax"
+    )
     return kind
 
 
+def check_options(
+    cell: layers.Cell,
+    like: type[layers.Cell],
+    options: Mapping[str, Any],
+    free: set[str],
+    framework: str,
+) -> None:
+    """Refuses a cell that another framework does not have.
+
+    Args:
+      cell: the cell to convert. It must be a `like`.
+      options: fields that must have these values; others must have the defaults of `like`.
+      free: fields that may have any value.
+      framework: its name, for the message.
+    """
+    needed = {f.name: f.default for f in dataclasses.fields(like) if f.name not in free}
+    needed |= options
+    of_kind = isinstance(cell, layers.MogrifierLSTMCell if like is layers.LSTMCell else like)
+    if not of_kind or isinstance(cell, layers.MLSTMCell):
+        raise errors.UsageError(
+            f"{framework} has no {type(cell).__name__}, so it cannot be converted; an LSTMCell can"
+        )
+    wrong = [name for name, value in needed.items() if getattr(cell, name) != value]
+    if wrong:
+        given, wanted = (
+            ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in pairs)
+            for pairs in (
+                [(name, getattr(cell, name)) for name in wrong],
+                [(name, needed[name]) for name in wrong],
+            )
+        )
+        raise errors.UsageError(
+            f"{framework} has no {type(cell).__name__} with {given}; only one with {wanted} can be "
+            "converted"
+        )
+
+
 def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell:
-    """Our cell for a cell of linen, without weights."""
+    """Our cell for a cell of linen, without weights.
+
+    Args:
+      inputs_dtype: the dtype of the inputs, by which `dtype=None` is resolved; without it, None
+        stays None.
+    """
     dtype = cell.dtype
-    if dtype is None:
-        dtype = jnp.promote_types(cell.param_dtype, inputs_dtype or cell.param_dtype)
+    if dtype is None and inputs_dtype is not None:
+        dtype = jnp.promote_types(cell.param_dtype, inputs_dtype)
     return kind.ours(
-        cell.features, dtype=dtype, param_dtype=cell.param_dtype, parent=None, **kind.options
+        cell.features,
+        dtype=dtype,
+        param_dtype=cell.param_dtype,
+        parent=None,
+        **{name: getattr(cell, name) for name in functions(cell)},
+        **kind.options,
     )
 
 
 def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The gates of our cell from the parameters of a linen cell; gradients go through it."""
+    """The parameters of our gates from those of a linen cell; differentiable."""
     errors.check(
         isinstance(params, Mapping),
         f"params {errors.show(params)} must be a mapping; give those that init of the cell made",
@@ -169,16 +231,20 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
         shapes = (
             {} if not isinstance(leaves, Mapping) else {n: jnp.shape(a) for n, a in leaves.items()}
         )
-        wanted: dict[str, tuple[Any, ...]] = {"kernel": (size if name[0] == "h" else None, size)}
+        # None stands for the number of input features, which only the parameters show.
+        expected: dict[str, tuple[Any, ...]] = {"kernel": (size if name[0] == "h" else None, size)}
         if name[0] == kind.biased:
-            wanted["bias"] = (size,)
-        for leaf, shape in wanted.items():
-            found = shapes.get(leaf)
-            same = found is not None and len(found) == len(shape)
-            if not same or any(w not in (None, f) for f, w in zip(found or (), shape, strict=True)):
+            expected["bias"] = (size,)
+        for leaf, shape in expected.items():
+            given = shapes.get(leaf)
+            if (
+                given is None
+                or len(given) != len(shape)
+                or any(e not in (None, g) for g, e in zip(given, shape, strict=True))
+            ):
                 raise errors.UsageError(
                     f"params[{name!r}] of a {type(cell).__name__} with {size} features must have a "
-                    f"{leaf} of shape {shape}, and has {found or 'none'}; give those that its init "
+                    f"{leaf} of shape {shape}, and has {given or 'none'}; give those that its init "
                     "made"
                 )
 
@@ -200,7 +266,7 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
 
     Args:
       module: the RNN. Its parameters stay those of Flax's cell.
-      plain: the method `nn.RNN.__call__`, which runs step by step.
+      plain: the method `RNN.run_step_by_step`.
       given: the keywords of that method.
     """
     deterministic = given.pop("deterministic")
@@ -226,13 +292,14 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
         f"initial_carry {errors.show(carry)} is not a carry; make one with cell.initialize_carry",
     )
     h = leaves[-1]
-    # Flax's GRU may have a state that is wider than its matmuls. Ours has the compute dtype.
-    loses = kind.ours is layers.MogrifierGRUCell and h.dtype != cell.dtype
-    if module.is_initializing() or ((loses or not module.fast) and not module.state_dropout):
+    # The state of Flax's GRU may be wider than its matmuls, whereas ours has their dtype.
+    narrows = kind.ours is layers.MogrifierGRUCell and h.dtype != cell.dtype
+    if module.is_initializing() or ((narrows or not module.fast) and not module.state_dropout):
         return plain(inputs, **given)
 
     wants_carry = module.return_carry if given["return_carry"] is None else given["return_carry"]
-    given |= dict(initial_carry=read_carry(carry, cell.dtype), return_carry=True)
+    cell = cell.clone(carry_init=module.cell.carry_init, parent=None)
+    given |= dict(initial_carry=carry, return_carry=True)
     params = {"gates": read_gates(kind, module.cell, module.cell.variables["params"])}
     rngs = {"dropout": module.make_rng("dropout")} if module.has_rng("dropout") else {}
     end, ys = module.clone(cell=cell, parent=None, name=None).apply(
@@ -242,17 +309,11 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
     return (write_carry(end, carry), ys) if wants_carry else ys
 
 
-def read_carry(carry: Any, dtype: Any) -> Any:
-    """Converts Flax's carry, which is (c, h) or h, to ours."""
-    if isinstance(carry, tuple):
-        return cells.LSTMCarry(carry[0].astype(cells.wide(dtype)), carry[1].astype(dtype))
-    return cells.Carry(carry.astype(dtype))
-
-
 def write_carry(carry: Any, like: Any) -> Any:
     """Converts our carry to Flax's, with the structure and the dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
-    cast = [new.astype(old.dtype) for new, old in zip(carry, leaves, strict=True)]
+    parts = jax.tree.leaves(carry)
+    cast = [new.astype(old.dtype) for new, old in zip(parts, leaves, strict=True)]
     return jax.tree.unflatten(structure, cast)
 
 
@@ -273,11 +334,11 @@ def as_linen(cell: Any) -> Pair:
     for side in "ih":
         if hasattr(cell, "dense_i"):
             params |= _split(getattr(cell, f"dense_{side}"), side, kind.nnx_gates)
-        else:  # One matrix for each gate. NNX writes `if_`, since `if` is a keyword of Python.
+        else:  # One matrix for each gate; NNX writes `if_`, because `if` is a keyword.
             for gate in kind.gates:
                 dense = getattr(cell, side + gate, None) or getattr(cell, f"{side}{gate}_")
                 params |= _split(dense, side, (gate,))
-    if "hn" in params:  # A GRU of NNX has no bias there.
+    if "hn" in params:  # Unlike linen's, the GRU of NNX has no bias there.
         params["hn"]["bias"] = jnp.zeros_like(params["in"]["bias"])
     return Pair(linen, params)
 
@@ -307,7 +368,8 @@ def as_nnx(pair: Pair) -> Any:
         )
     make: Any = getattr(nnx, type(pair.cell).__name__)
     in_features = pair.params["i" + kind.gates[0]]["kernel"].shape[0]
-    options = dict(dtype=pair.cell.dtype, param_dtype=pair.cell.param_dtype)
+    names = ("dtype", "param_dtype", *functions(pair.cell))
+    options = {name: getattr(pair.cell, name) for name in names}
     cell = make(in_features, pair.cell.features, **options, rngs=nnx.Rngs(0))
     for side in "ih":
         dense = getattr(cell, f"dense_{side}")

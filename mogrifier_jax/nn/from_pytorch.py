@@ -1,43 +1,63 @@
-"""Converts the weights of a Mogrifier LSTM cell written in PyTorch to `MogrifierLSTMCell`.
+"""Converts Mogrifier LSTM cells between PyTorch and this package, in both directions.
 
     cell, params = from_pytorch.convert(module.state_dict())
-    carry = cell.initialize_carry(None, x.shape)
+    carry = cell.initialize_carry(jax.random.key(0), x.shape)
     carry, y = cell.apply({"params": params}, carry, x)
+    state_dict = from_pytorch.to_pytorch(cell, params)
 
-Letters: D input features, H hidden features, K rank. `convert` knows the layouts that people use:
+Letters: D input features, H hidden features, K rank. PyTorch has no Mogrifier LSTM of its own, so
+each implementation names its tensors differently. `convert` recognises these layouts by their
+names, and `to_pytorch` writes them:
 
-    recurrence   a `torch.nn.LSTMCell` (weight_ih [4H, D], weight_hh [4H, H], bias_ih, bias_hh),
-                 two `Linear` named x2h and h2h, or tensors Wih [D, 4H], Whh, bih, bhh
-    gating       one `ModuleList` with an entry for each round, or a list for x, named q, and one
-                 for h, named r; or a single q and r (`Linear`, or tensors Q [H, D] and R [D, H])
-                 for all rounds
-    low rank     each entry is a `Sequential` of two `Linear`
+    recurrence   "lstm_cell", a `torch.nn.LSTMCell`: weight_ih [4H, D], weight_hh [4H, H], bias_ih
+                 and bias_hh; "lstm", a `torch.nn.LSTM` of one layer: the same names with _l0;
+                 "linears", two `Linear` x2h and h2h; "tensors", bare Wih [D, 4H], Whh, bih, bhh
+    gating       "list", one `ModuleList` with a map for each round; "q_r", a list q of the maps
+                 that gate x and a list r of those that gate h; "shared", a single q and r for all
+                 rounds. `convert` also reads q and r that are bare tensors Q [H, D] and R [D, H].
+    low rank     each map is a `Sequential` of two `Linear`
 
-PyTorch itself is not needed: any mapping of names to arrays works.
+PyTorch itself is not needed: `convert` takes any mapping of names to arrays, and `to_pytorch`
+returns NumPy arrays.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import from_flax, layers
 
-# PyTorch's blocks are i, f, g, o; ours are j (its g), o, f, i.
-_GATES = [2, 3, 1, 0]
-# Names of one layout: input and recurrent matrix, their biases, and whether a matrix is [out, in].
-_RECURRENCES = (
-    ("weight_ih", "weight_hh", "bias_ih", "bias_hh", True),
-    ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", True),
-    ("x2h.weight", "h2h.weight", "x2h.bias", "h2h.bias", True),
-    ("Wih", "Whh", "bih", "bhh", False),
-)
+# PyTorch's blocks of gates are i, f, g, o; ours are j (its g), o, f, i.
+_OURS_FROM_PYTORCH = [2, 3, 1, 0]
+_PYTORCH_FROM_OURS = [3, 2, 0, 1]
+
+
+class _Recurrence(NamedTuple):
+    """How a layout names the tensors of the LSTM."""
+
+    input: str
+    recurrent: str
+    input_bias: str
+    recurrent_bias: str
+    owner: str  # The attribute of the module that has the tensors, if rounds come before the LSTM.
+    out_first: bool  # Whether a matrix is [out, in], as in `Linear`.
+
+
+_RECURRENCES = {
+    "lstm_cell": _Recurrence("weight_ih", "weight_hh", "bias_ih", "bias_hh", "lstm.", True),
+    "lstm": _Recurrence("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "lstm.", True),
+    "linears": _Recurrence("x2h.weight", "h2h.weight", "x2h.bias", "h2h.bias", "", True),
+    "tensors": _Recurrence("Wih", "Whh", "bih", "bhh", "", False),
+}
+_GATINGS = ("list", "q_r", "shared")
 
 
 class _Map(NamedTuple):
-    """An affine map: a matrix [in, out], and perhaps a bias."""
+    """An affine map: a matrix [in, out] and an optional bias."""
 
     kernel: np.ndarray
     bias: np.ndarray | None
@@ -46,19 +66,24 @@ class _Map(NamedTuple):
 def convert(
     state_dict: Mapping[str, Any], *, rounds: int | None = None, prefix: str = ""
 ) -> from_flax.Pair:
-    """Converts the state dict of a cell, or of a model with a cell under a prefix.
+    """Converts the state dict of a PyTorch cell, or of a model that contains one.
 
     Args:
-      rounds: how many rounds of gating the module makes. It is needed if one q and r are for
-        all rounds, because the weights do not show the number. Otherwise the default is all
-        rounds that have weights.
-      prefix: the beginning of the cell's names, such as "layers.0.".
+      state_dict: tensors or arrays by name, in one of the layouts above.
+      rounds: the number of rounds of gating. It must be given if all rounds share one q and r,
+        because the weights do not show the number then. By default, every round that has weights.
+      prefix: the part of the names before those of the cell, such as "layers.0.".
+
+    Returns:
+      (cell, params): a `MogrifierLSTMCell` and its parameters.
     """
     named = isinstance(state_dict, Mapping) and all(isinstance(n, str) for n in state_dict)
     if not (named and isinstance(prefix, str)):
-        raise errors.UsageError("give a mapping of names to tensors, and the prefix as a text")
+        raise errors.UsageError("give a mapping of names to tensors, and the prefix as a string")
     if rounds is not None and not (type(rounds) is int and 0 <= rounds <= 100):
-        raise errors.UsageError(f"rounds {rounds!r} must be a whole number from 0 to 100")
+        raise errors.UsageError(
+            f"rounds {errors.show(rounds)} must be a whole number from 0 to 100"
+        )
     tensors = {
         name.removeprefix(prefix): _to_numpy(name, value)
         for name, value in state_dict.items()
@@ -86,9 +111,133 @@ def convert(
     return from_flax.Pair(cell, {"gates": gates, **rounds_by_name})
 
 
+def to_pytorch(
+    cell: Any,
+    params: Mapping[str, Any] | None = None,
+    *,
+    recurrence: str = "lstm_cell",
+    gating: str = "list",
+    prefix: str = "",
+) -> dict[str, np.ndarray]:
+    """Converts a `MogrifierLSTMCell` or an `LSTMCell` to a state dict for PyTorch.
+
+        state_dict = from_pytorch.to_pytorch(cell, params)
+        module.load_state_dict({name: torch.from_numpy(a) for name, a in state_dict.items()})
+
+    A cell without rounds becomes the state dict of a bare LSTM, which `torch.nn.LSTMCell` loads, or
+    `torch.nn.LSTM` with `recurrence="lstm"`. With rounds the LSTM's tensors are under `lstm.`.
+    PyTorch adds two biases; ours is the first, and the second is zero.
+
+    Args:
+      cell: a cell of linen, with its `params`, or a cell of `mogrifier_jax.nnx`, which has its own.
+        It must have `cap_input_gate=False`, because PyTorch's LSTM does not cap its input gate.
+      params: the parameters of a linen cell.
+      recurrence: the layout of the LSTM: "lstm_cell", "lstm", "linears" or "tensors".
+      gating: the layout of the gating maps: "list", "q_r" or "shared".
+      prefix: what to put before all names, such as "layers.0.".
+
+    Returns:
+      float32 arrays by name.
+    """
+    for name, value, known in (
+        ("recurrence", recurrence, tuple(_RECURRENCES)),
+        ("gating", gating, _GATINGS),
+    ):
+        errors.check(
+            isinstance(value, str) and value in known,
+            f"{name} {errors.show(value)} is not a layout; use one of {', '.join(known)}",
+        )
+    errors.check(isinstance(prefix, str), f"prefix {errors.show(prefix)} must be a string")
+    cell, params = from_flax.with_params(cell, params)
+    from_flax.check_options(
+        cell,
+        layers.MogrifierLSTMCell,
+        {"cap_input_gate": False},
+        from_flax.FREE_FIELDS - {"zigzag"} | {"rounds"},
+        "PyTorch",
+    )
+    _check_params(cell, params)
+    arrays = jax.tree.map(lambda a: _to_numpy("params", a), dict(params))
+    rounds = [arrays[f"round_{index}"] for index in range(1, cell.rounds + 1)]
+    state_dict = _write_recurrence(arrays["gates"], _RECURRENCES[recurrence], bool(rounds))
+    for name, round_params in _name_rounds(rounds, gating):
+        state_dict |= _write_map(name, round_params)
+    return {prefix + name: np.array(a, order="C") for name, a in state_dict.items()}
+
+
+def _check_params(cell: layers.Cell, params: Mapping[str, Any]) -> None:
+    """Refuses parameters that are not those of the cell."""
+    wrong = (
+        f"params are not those of this {type(cell).__name__}; give what its init made, "
+        'variables["params"] of the cell'
+    )
+    try:
+        input_size = int(np.shape(params["gates"]["input"])[0])
+        expected = jax.eval_shape(
+            lambda: cell.init(jax.random.key(0), input_size, method="weights")
+        )
+        given = jax.tree.map(np.shape, dict(params))
+    except (errors.UsageError, IndexError, KeyError, TypeError, ValueError):
+        raise errors.UsageError(wrong) from None
+    errors.check(given == jax.tree.map(np.shape, dict(expected["params"])), wrong)
+
+
+def _write_recurrence(
+    gates: Mapping[str, np.ndarray], names: _Recurrence, has_rounds: bool
+) -> dict[str, np.ndarray]:
+    """The tensors of the LSTM: matrices [4H, in], or their transposes, and two biases [4H]."""
+    size = gates["bias"].size
+    matrices = {
+        name: kernel[:, _PYTORCH_FROM_OURS].reshape(-1, size)
+        for name, kernel in ((names.input, gates["input"]), (names.recurrent, gates["recurrent"]))
+    }
+    state_dict: dict[str, np.ndarray] = {
+        name: m.T if names.out_first else m for name, m in matrices.items()
+    }
+    state_dict[names.input_bias] = gates["bias"][_PYTORCH_FROM_OURS].reshape(-1)
+    state_dict[names.recurrent_bias] = np.zeros(size, np.float32)
+    owner = names.owner if has_rounds else ""
+    return {owner + name: array for name, array in state_dict.items()}
+
+
+def _name_rounds(
+    rounds: list[dict[str, np.ndarray]], gating: str
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yields the name of each gating map in PyTorch, and its parameters."""
+    for index, params in enumerate(rounds):
+        letter, turn = "qr"[index % 2], index // 2
+        if gating == "list":
+            yield f"mogrifier_list.{index}", params
+        elif gating == "q_r":
+            yield f"{letter}.{turn}", params
+        elif turn == 0:
+            yield letter, params
+        else:
+            first = rounds[index % 2]
+            same = all(np.array_equal(array, first[name]) for name, array in params.items())
+            errors.check(
+                same,
+                f"rounds {index % 2 + 1} and {index + 1} have different weights, so they cannot "
+                'share one map; use gating="list" or "q_r"',
+            )
+
+
+def _write_map(name: str, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of a `Linear`, or of a `Sequential` of two."""
+    if "kernel" in params:
+        last, state_dict = name, {f"{name}.weight": params["kernel"].T}
+    else:
+        last = f"{name}.1"
+        state_dict = {f"{name}.0.weight": params["down"].T, f"{last}.weight": params["up"].T}
+    if "bias" in params:
+        state_dict[f"{last}.bias"] = params["bias"]
+    return state_dict
+
+
 def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
-    """The gate matrices in our form, and the tensors that are left."""
-    for *names, transposed in _RECURRENCES:
+    """The parameters of the gates in our form, and the remaining tensors."""
+    for layout in _RECURRENCES.values():
+        names = (layout.input, layout.recurrent, layout.input_bias, layout.recurrent_bias)
         found = [[key for key in tensors if re.fullmatch(rf"(.*\.)?{n}", key)] for n in names]
         if not found[0]:
             continue
@@ -100,7 +249,7 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
             raise errors.UsageError(f"{found[0][0]} is there but {names[1]} is not")
         used = [keys[0] for keys in found if keys]
         matrices = [tensors[keys[0]] for keys in found[:2]]
-        matrices = [m if transposed else m.T for m in matrices]  # [4H, in] each.
+        matrices = [m if layout.out_first else m.T for m in matrices]  # [4H, in] each.
         hidden = matrices[1].shape[-1] if matrices[1].ndim else 0
         if not hidden or any(m.ndim != 2 or m.shape[0] != 4 * hidden for m in matrices):
             raise errors.UsageError(
@@ -109,13 +258,13 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
             )
         for key in used[2:]:
             _check_bias(key, tensors[key], 4 * hidden)
-        # PyTorch adds two biases to the same sum. We have one.
+        # PyTorch adds two biases to the same sum; one is enough.
         bias = sum((tensors[keys[0]] for keys in found[2:] if keys), np.zeros(4 * hidden))
-        blocks = [m.reshape(4, hidden, -1)[_GATES].transpose(2, 0, 1) for m in matrices]
+        blocks = [m.reshape(4, hidden, -1)[_OURS_FROM_PYTORCH].transpose(2, 0, 1) for m in matrices]
         gates = {
             "input": np.ascontiguousarray(blocks[0]),
             "recurrent": np.ascontiguousarray(blocks[1]),
-            "bias": bias.reshape(4, hidden)[_GATES].astype(np.float32),
+            "bias": bias.reshape(4, hidden)[_OURS_FROM_PYTORCH].astype(np.float32),
         }
         return gates, {key: value for key, value in tensors.items() if key not in used}
     raise errors.UsageError(
@@ -125,7 +274,7 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
 
 
 def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
-    """The entries of each list of the module, by its name; an entry is a map or its factors."""
+    """The maps in each list of the module, by its name; a low-rank map is a list of its factors."""
     linears: dict[str, _Map] = {}
     for key, value in tensors.items():
         path, _, kind = key.rpartition(".")
@@ -175,7 +324,7 @@ def _read_rounds(
 def _interleave(
     groups: dict[str, list[list[_Map]]], sizes: tuple[int, int], rounds: int | None
 ) -> list[list[_Map]]:
-    """The entries of all rounds: the maps for x (q) and for h (r) take turns."""
+    """The maps of all rounds in order: q, which gates x, alternates with r, which gates h."""
     named = {name.rpartition(".")[2].lower(): entries for name, entries in groups.items()}
     if set(named) != {"q", "r"}:
         raise errors.UsageError(
@@ -198,14 +347,16 @@ def _interleave(
 
 
 def _join_factors(entries: list[list[_Map]], out: int, sizes: tuple[int, int]) -> list[list[_Map]]:
-    """Joins two entries that are the factors of one map, which is a `Sequential` of its own."""
-    if len(entries) == 2 and entries[0][0].kernel.shape != (sizes[1 - out], sizes[out]):
+    """Joins two entries that are the factors of one low-rank map, a `Sequential`."""
+    single = all(len(entry) == 1 for entry in entries)  # Otherwise each entry has its factors.
+    full = (sizes[1 - out], sizes[out])
+    if len(entries) == 2 and single and entries[0][0].kernel.shape != full:
         return [[entries[0][0], entries[1][0]]]
     return entries
 
 
 def _compose(entry: Sequence[_Map], index: int, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The parameters of a round; a bias between two factors moves to the end."""
+    """The parameters of a round; a bias between two factors is folded into the last one."""
     size_in, size_out = (sizes[1], sizes[0]) if index % 2 == 0 else sizes
     shapes = [part.kernel.shape for part in entry]
     inner = [shape[1] for shape in shapes[:-1]]

@@ -1,29 +1,35 @@
-"""Flax modules around the cells: parameters and initialisers.
+"""Flax modules around the cells: parameters, initialisers and carries.
 
 Axes: D input features, H hidden features. The modules follow `nn.RNNCellBase`, so they work in
-`nn.RNN` and `nn.Bidirectional`. The `RNN` of `rnn.py` runs them over a sequence faster.
+`nn.RNN` and `nn.Bidirectional`, and their arguments have the names and the order of Flax's own
+cells. The `RNN` of `rnn.py` runs them over a sequence faster.
 """
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen import dtypes
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, taps
+from mogrifier_jax.nn import cells, model_options, taps
 
 Dtype = Any
+# (key, shape, dtype) -> array
+Initializer = Callable[[Any, tuple[int, ...], Dtype], jax.Array]
 check = errors.check
 # The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
 LIMITS: dict[str, tuple[float, float]] = {
-    "hidden_size": (1, 10**6),
+    "features": (1, 10**6),
     "rounds": (0, 100),
     "rank": (-(10**6), 10**6),
     "gate_rank": (0, 10**6),
@@ -33,12 +39,74 @@ LIMITS: dict[str, tuple[float, float]] = {
     "chrono_max": (2.0, 1e9),
     "zoneout": (0.0, 1.0),
 }
+# The fields of a cell that are functions of its equations.
+FUNCTIONS = ("gate_fn", "activation_fn")
+# The arguments of all cells, for their docstrings here and in `nnx.py`.
+ARGUMENTS = {
+    "features": "the number of hidden units, H, which is also the size of the output.",
+    "gate_fn": "the function of the gates; those of the rounds are always sigmoids.",
+    "activation_fn": "the function of the candidate, and of c where the output reads it.",
+    "kernel_init": "draws the matrix [D, H] of each gate that multiplies x; None is lamb's "
+    "truncated normal. The rounds have their own initial values.",
+    "recurrent_kernel_init": "draws the matrix [H, H] of each gate that multiplies h; None is "
+    "lamb's truncated normal.",
+    "bias_init": "draws the bias [H] of each gate; None is lamb's truncated normal, around "
+    "forget_bias for the forget gate.",
+    "dtype": "the dtype of the computation; None promotes the dtypes of inputs and parameters.",
+    "param_dtype": "the dtype of the parameters.",
+    "carry_init": "draws the parts of the initial carry; zeros by default.",
+    **{name: f"{meaning}." for name, meaning in model_options.CELL_MEANINGS.items()},
+}
+
+
+def describe_arguments(names: Iterable[str]) -> str:
+    """The section "Args" of a docstring."""
+    lines = (
+        textwrap.fill(
+            f"{name}: {ARGUMENTS[name]}", 88, initial_indent="  ", subsequent_indent=" " * 4
+        )
+        for name in names
+        if name in ARGUMENTS
+    )
+    return "\n".join(("Args:", *lines))
+
+
+def refuse_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    """Lets an __init__ refuse keywords that it does not have with a sentence."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            size = "; the size is called features, as in Flax" if "hidden_size" in unknown else ""
+            raise errors.UsageError(
+                f"{type(self).__name__} has no argument {', '.join(unknown)}{size}; it has "
+                f"{', '.join(known)}"
+            )
+        init(self, *args, **options)
+
+    return checked
+
+
+def has_standard_step(cell: type, base: type) -> bool:
+    """Whether a class is a cell of this package whose step no subclass has overridden."""
+    return issubclass(cell, base) and cell.__call__ is base.__call__
 
 
 def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
     """lamb's initialiser of cells: deviation sqrt(1.3 factor / fan), cut at two deviations."""
     draw = nn.initializers.truncated_normal(math.sqrt(1.3 * factor / fan))
     return lambda key, shape, dtype: mean + draw(key, shape, dtype)
+
+
+def draw_each_gate(
+    init: Initializer, key: jax.Array, shape: tuple[int, ...], dtype: Dtype
+) -> jax.Array:
+    """Draws [..., G, H] by calling `init` for the [..., H] of each of G gates, as Flax does."""
+    *inputs, gates, hidden = shape
+    keys = jax.random.split(key, gates)
+    return jnp.stack([init(key, (*inputs, hidden), dtype) for key in keys], -2)
 
 
 def chrono(longest: float) -> Callable:
@@ -56,15 +124,30 @@ def chrono(longest: float) -> Callable:
 class Cell(nn.RNNCellBase):
     """The base class of all cells: rounds of gating, parameters, carry."""
 
-    hidden_size: int
-    rounds: int = 0
-    rank: int = 0  # Zero and below mean full rank.
-    zigzag: bool = True
-    gate_bias: bool = True  # Whether the gating maps have a bias, as in lamb.
-    scaling: bool = False  # Multiply x and h by a learned vector.
-    init_factor: float = 1.0
-    dtype: Dtype = jnp.float32
+    features: int
+    gate_fn: Callable[..., Any] = jax.nn.sigmoid
+    activation_fn: Callable[..., Any] = jnp.tanh
+    kernel_init: Initializer | None = None
+    recurrent_kernel_init: Initializer | None = None
+    bias_init: Initializer | None = None
+    dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
+    carry_init: Initializer = nn.initializers.zeros
+    rounds: int = 0
+    rank: int = 0
+    zigzag: bool = True
+    gate_bias: bool = True
+    scaling: bool = False
+    init_factor: float = 1.0
+
+    state_type: ClassVar[type[cells.State]] = cells.Carry
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        names = [field.name for field in dataclasses.fields(cls)]
+        summary = inspect.cleandoc(cls.__doc__ or "")
+        cls.__doc__ = f"{summary}\n\n{describe_arguments(names)}\n"
+        cls.__init__ = refuse_unknown(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def num_gates(self) -> int:
@@ -80,18 +163,86 @@ class Cell(nn.RNNCellBase):
         """The number of axes of x that are not batch axes, for `nn.RNN`."""
         return 1
 
+    @nn.nowrap
     def initialize_carry(self, rng: jax.Array | None, input_shape: tuple[int, ...]) -> Any:
-        """The zero carry for inputs of this shape; `rng` is not used."""
-        del rng
-        shape = (*input_shape[:-1], self.hidden_size)
-        return cells.Carry(jnp.zeros(shape, self.dtype))
+        """The carry that a sequence starts from: `LSTMCarry(c, h)`, or h of a GRU or Elman cell.
+
+        Args:
+          rng: a key for `carry_init`; it may be None for the default, zeros.
+          input_shape: the shape of x, [..., D].
+        """
+        check(
+            rng is not None or self.carry_init is nn.initializers.zeros,
+            "carry_init needs a key; give one, as in initialize_carry(jax.random.key(0), shape)",
+        )
+        shape = (*input_shape[:-1], self.features)
+        dtype = self.param_dtype if self.dtype is None else self.dtype
+        names = self.state_type._fields
+        keys: Any = [rng]
+        if len(names) > 1:
+            keys = [None] * len(names) if rng is None else jax.random.split(rng, len(names))
+        drawn = [self.carry_init(key, shape, self.param_dtype) for key in keys]
+        return self.to_carry(cells.cast_state(self.state_type(*drawn), dtype))
+
+    @nn.nowrap
+    def to_carry(self, state: cells.State) -> Any:
+        """The state in the form that users see, which is that of Flax's cell of the same kind."""
+        return state.h if isinstance(state, cells.Carry) else state
+
+    @nn.nowrap
+    def to_state(self, carry: Any, dtype: Dtype) -> cells.State:
+        """The state of a carry that `check_carry` accepts, in the dtype of the computation."""
+        return cells.cast_state(self.state_type(*map(jnp.asarray, jax.tree.leaves(carry))), dtype)
+
+    @nn.nowrap
+    def check_carry(self, carry: Any, input_shape: tuple[int, ...]) -> None:
+        """Refuses a carry that is not one for inputs of this shape; any float dtype is one.
+
+        A tuple (c, h) is a carry of an LSTM, and a `cells.State` is one as well.
+        """
+        check(
+            len(input_shape) >= 1 and input_shape[-1] >= 1,
+            f"an input of shape {tuple(input_shape)} has no features; give x [..., features]",
+        )
+        leaves = jax.tree.leaves(carry)
+        check(
+            bool(leaves) and all(is_numeric(leaf) for leaf in leaves),
+            f"initial_carry {errors.show(carry)} is not a carry; make one with "
+            "initialize_carry(key, input_shape)",
+        )
+        parts = carry if isinstance(carry, tuple | list) else (carry,)
+        names, shape = self.state_type._fields, (*input_shape[:-1], self.features)
+        if (
+            len(parts) == len(leaves) == len(names)
+            and all(jnp.shape(leaf) == shape for leaf in leaves)
+            and all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+        ):
+            return
+        given = jax.tree.map(lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}", carry)
+        needed = f"an array of floats {list(shape)}"
+        if len(names) > 1:
+            needed = f"{self.state_type.__name__}({', '.join(names)}), floats {list(shape)} each"
+        raise errors.UsageError(
+            f"carry {given} does not fit an input of shape {tuple(input_shape)}: this cell needs "
+            f"{needed}; make one with initialize_carry(key, input_shape)"
+        )
+
+    @nn.nowrap
+    def computation_dtype(self, x: Any, weights: Any) -> np.dtype:
+        """The dtype of the matmuls: `dtype`, or what x and the parameters promote to."""
+        if self.dtype is not None:
+            return jnp.dtype(self.dtype)
+        return jnp.dtype(dtypes.canonicalize_dtype(x, *jax.tree.leaves(weights)))
 
     def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
         """One step: (carry, x [..., D]) to (carry, h [..., H])."""
+        check(hasattr(x, "shape"), f"x {errors.show(x)} must be an array [..., features]")
         self.check_carry(carry, x.shape)
-        weights = taps.cast_matrices(self.weights(x.shape[-1]), self.dtype)
-        carry, _ = self.cell(weights, carry, x.astype(self.dtype), **extras)
-        return carry, carry.h
+        weights = self.weights(x.shape[-1])
+        dtype = self.computation_dtype(x, weights)
+        params, state = taps.cast_matrices(weights, dtype), self.to_state(carry, dtype)
+        state, _ = self.cell(params, state, x.astype(dtype), **extras)
+        return self.to_carry(state), state.h
 
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
@@ -112,6 +263,11 @@ class Cell(nn.RNNCellBase):
         """The function of `cells.py` with the options of this cell."""
         raise NotImplementedError
 
+    @nn.nowrap
+    def pick(self, *names: str) -> dict[str, Any]:
+        """The values of these fields."""
+        return {name: getattr(self, name) for name in names}
+
     @property
     def masks(self) -> dict[str, float]:
         """Masks that each step of training takes: how likely an element is True, by keyword."""
@@ -119,53 +275,35 @@ class Cell(nn.RNNCellBase):
 
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Draws each matrix by the size of its own input; biases are random, as in lamb."""
-        keys = jax.random.split(key, 3)
-        hidden, gates = self.hidden_size, self.num_gates
-
-        def draw(key: jax.Array, fan: int, shape: tuple[int, ...]) -> jax.Array:
-            return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
-
+        of_input, of_recurrent, of_bias = jax.random.split(key, 3)
+        hidden, gates, dtype = self.features, self.num_gates, self.param_dtype
+        draw_input = self.draw_gates(self.kernel_init, input_size)
+        draw_recurrent = self.draw_gates(self.recurrent_kernel_init, hidden)
+        draw_bias = self.draw_gates(self.bias_init, hidden)
         return {
-            "input": draw(keys[0], input_size, (input_size, gates, hidden)),
-            "recurrent": draw(keys[1], hidden, (hidden, gates, hidden)),
-            "bias": draw(keys[2], hidden, (gates, hidden)),
+            "input": draw_input(of_input, (input_size, gates, hidden), dtype),
+            "recurrent": draw_recurrent(of_recurrent, (hidden, gates, hidden), dtype),
+            "bias": draw_bias(of_bias, (gates, hidden), dtype),
         }
+
+    def draw_gates(self, init: Initializer | None, fan: int) -> Initializer:
+        """An initialiser of parameters [..., G, H]: lamb's, or `init` for each gate."""
+        if init is None:
+            return truncated_normal(fan, self.init_factor)
+        return functools.partial(draw_each_gate, init)
 
     def init_scaling(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Ones, which change nothing."""
         del key
         return {
             "x": jnp.ones(input_size, self.param_dtype),
-            "h": jnp.ones(self.hidden_size, self.param_dtype),
+            "h": jnp.ones(self.features, self.param_dtype),
         }
 
     def init_round(self, key: jax.Array, input_size: int, index: int) -> dict[str, jax.Array]:
         """Draws the map of one round: from h to x in odd rounds, from x to h in even ones."""
-        sizes = (self.hidden_size, input_size) if index % 2 else (input_size, self.hidden_size)
+        sizes = (self.features, input_size) if index % 2 else (input_size, self.features)
         return init_map(key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype)
-
-    def check_carry(self, carry: Any, input_shape: tuple[int, ...]) -> None:
-        """Refuses a carry of another cell, batch or dtype."""
-        check(
-            len(input_shape) >= 1 and input_shape[-1] >= 1,
-            f"an input of shape {tuple(input_shape)} has no features; give x [..., features]",
-        )
-        expected = jax.eval_shape(lambda: self.initialize_carry(None, input_shape))
-        describe = functools.partial(
-            jax.tree.map, lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}"
-        )
-        leaves = jax.tree.leaves(carry)
-        check(
-            bool(leaves) and all(is_numeric(leaf) for leaf in leaves),
-            f"initial_carry {errors.show(carry)} is not a carry; make one with "
-            "initialize_carry(key, input_shape)",
-        )
-        check(
-            describe(carry) == describe(expected)
-            and bool(jax.tree.structure(carry) == jax.tree.structure(expected)),  # type: ignore
-            f"carry {describe(carry)} does not fit an input of shape {tuple(input_shape)}: this "
-            f"cell needs {describe(expected)}; make one with initialize_carry(key, input_shape)",
-        )
 
     def check_input_size(self, input_size: int) -> None:
         """Refuses inputs of another size than the existing parameters are for."""
@@ -175,7 +313,7 @@ class Cell(nn.RNNCellBase):
         if "input" in gates:
             size = gates["input"].shape[0]
         else:
-            size = gates["down"].shape[0] - self.hidden_size
+            size = gates["down"].shape[0] - self.features
         check(
             input_size == size,
             f"x has {input_size} features and the parameters are for {size}; give x of that "
@@ -186,7 +324,7 @@ class Cell(nn.RNNCellBase):
 class MogrifierLSTMCell(Cell):
     """LSTM whose x and h gate each other first (arXiv:1909.01792); with 0 rounds it is an LSTM.
 
-    >>> cell = MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3)
+    >>> cell = MogrifierLSTMCell(features=8, rounds=5, rank=3)
     >>> init = jax.jit(nn.RNN(cell).init_with_output)
     >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))
     >>> ys.shape
@@ -194,14 +332,16 @@ class MogrifierLSTMCell(Cell):
     """
 
     rounds: int = 5
-    cap_input_gate: bool = True  # Use min(i, 1 - f) for i, as lamb does, but not the paper.
-    tied_gates: bool = False  # Use 1 - f for i.
+    cap_input_gate: bool = True
+    tied_gates: bool = False
     layer_norm: bool = False
     cell_clip: float | None = None
-    forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
-    chrono_max: float | None = None  # Draw that bias by `chrono` instead: the longest memory.
-    gate_rank: int = 0  # Above zero, the gate matrix is a product of two factors of this rank.
-    zoneout: float = 0.0  # The probability that an element of c or h stays as it was, in training.
+    forget_bias: float = 1.0
+    chrono_max: float | None = None
+    gate_rank: int = 0
+    zoneout: float = 0.0
+
+    state_type = cells.LSTMCarry
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,6 +349,12 @@ class MogrifierLSTMCell(Cell):
             not (self.layer_norm and self.gate_rank > 0),
             f"gate_rank {self.gate_rank} and layer_norm exclude each other; set one of them off",
         )
+        check(
+            self.gate_rank <= 0 or (self.kernel_init or self.recurrent_kernel_init) is None,
+            f"gate_rank {self.gate_rank} makes the gate matrix a product of two factors, which "
+            "kernel_init and recurrent_kernel_init cannot draw; leave them out, or set gate_rank=0",
+        )
+        check_forget_bias(self)
 
     @property
     def num_gates(self) -> int:
@@ -219,19 +365,12 @@ class MogrifierLSTMCell(Cell):
     def cell(self) -> Callable:
         """`cells.lstm` with the options of this cell."""
         switches = ("zigzag", "cap_input_gate", "tied_gates", "cell_clip", "zoneout")
-        return functools.partial(cells.lstm, **{name: getattr(self, name) for name in switches})
+        return functools.partial(cells.lstm, **self.pick(*switches, *FUNCTIONS))
 
     @property
     def masks(self) -> dict[str, float]:
         """What zoneout leaves as it was."""
         return dict.fromkeys(("zone_c", "zone_h"), self.zoneout) if self.zoneout else {}
-
-    def initialize_carry(
-        self, rng: jax.Array | None, input_shape: tuple[int, ...]
-    ) -> cells.LSTMCarry:
-        """The zero carry for inputs of this shape; `rng` is not used."""
-        h = super().initialize_carry(rng, input_shape).h
-        return cells.LSTMCarry(cells.widen(h), h)
 
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
@@ -244,7 +383,9 @@ class MogrifierLSTMCell(Cell):
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """As the base class; also shifts the forget gate's bias, and knows the variants."""
         params = super().init_gates(key, input_size)
-        bias = params.pop("bias").at[2].add(self.forget_bias)
+        bias = params.pop("bias")
+        if self.bias_init is None:
+            bias = bias.at[2].add(self.forget_bias)
         if self.chrono_max is not None:
             draw, of_forget = chrono(self.chrono_max), jax.random.fold_in(key, 3)
             bias = bias.at[2].set(draw(of_forget, bias.shape[1:], bias.dtype))
@@ -252,7 +393,7 @@ class MogrifierLSTMCell(Cell):
             ones = jnp.ones_like(bias)
             return {**params, "input_gain": ones, "recurrent_gain": ones, "shift": bias}
         if self.gate_rank > 0:
-            sizes = (input_size + self.hidden_size, bias.size)
+            sizes = (input_size + self.features, bias.size)
             factors = init_map(key, *sizes, self.gate_rank, False, 1.0, self.param_dtype)
             up = factors["up"].reshape(self.gate_rank, *bias.shape)
             return {"down": factors["down"], "up": up, "bias": bias}
@@ -261,14 +402,14 @@ class MogrifierLSTMCell(Cell):
     def init_cell_norm(self, key: jax.Array) -> dict[str, jax.Array]:
         """The gain and the shift of the normalised c."""
         del key
-        ones = jnp.ones(self.hidden_size, self.param_dtype)
+        ones = jnp.ones(self.features, self.param_dtype)
         return {"gain": ones, "shift": jnp.zeros_like(ones)}
 
 
 class LSTMCell(MogrifierLSTMCell):
     """The LSTM of the paper's baselines: capped input gate, random biases.
 
-    >>> cell = LSTMCell(hidden_size=8)
+    >>> cell = LSTMCell(features=8)
     >>> carry = cell.initialize_carry(None, (2, 4))  # For x [2, 4].
     >>> (carry, y), variables = cell.init_with_output(jax.random.key(0), carry, jnp.ones((2, 4)))
     >>> y.shape, carry.c.shape
@@ -282,7 +423,7 @@ class MLSTMCell(MogrifierLSTMCell):
     """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative.
 
     >>> xs = jnp.ones((2, 7, 4))
-    >>> rnn = nn.RNN(MLSTMCell(hidden_size=8), return_carry=True)
+    >>> rnn = nn.RNN(MLSTMCell(features=8), return_carry=True)
     >>> (carry, ys), variables = jax.jit(rnn.init_with_output)(jax.random.key(0), xs)
     >>> carry.h.shape
     (2, 8)
@@ -299,13 +440,14 @@ class MLSTMCell(MogrifierLSTMCell):
 
     def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """Draws the matrices of the two factors of h_m."""
-
-        def draw(key: jax.Array, fan: int) -> jax.Array:
-            shape = (fan, self.hidden_size)
-            return truncated_normal(fan, self.init_factor)(key, shape, self.param_dtype)
-
-        keys = jax.random.split(key)
-        return {"input": draw(keys[0], input_size), "recurrent": draw(keys[1], self.hidden_size)}
+        of_input, of_recurrent = jax.random.split(key)
+        hidden, factor, dtype = self.features, self.init_factor, self.param_dtype
+        draw_input = self.kernel_init or truncated_normal(input_size, factor)
+        draw_recurrent = self.recurrent_kernel_init or truncated_normal(hidden, factor)
+        return {
+            "input": draw_input(of_input, (input_size, hidden), dtype),
+            "recurrent": draw_recurrent(of_recurrent, (hidden, hidden), dtype),
+        }
 
 
 class RewiredLSTMCell(Cell):
@@ -313,7 +455,7 @@ class RewiredLSTMCell(Cell):
 
     The forget gate reads the proposed update i ⊙ j and h, and the output gate reads the new c.
 
-    >>> cell = RewiredLSTMCell(hidden_size=8, rounds=5, rank=3)
+    >>> cell = RewiredLSTMCell(features=8, rounds=5, rank=3)
     >>> init = jax.jit(nn.RNN(cell).init_with_output)
     >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))
     >>> variables["params"]["cell"]["forget"]["kernel"].shape
@@ -321,46 +463,49 @@ class RewiredLSTMCell(Cell):
     """
 
     rounds: int = 5
-    forget_bias: float = 1.0  # The mean of the initial bias of the forget gate.
-    chrono_max: float | None = None  # Draw that bias by `chrono` instead: the longest memory.
+    forget_bias: float = 1.0
+    chrono_max: float | None = None
 
+    state_type = cells.LSTMCarry
     num_gates = 2  # The blocks are i and j; the other gates have matrices of their own.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_forget_bias(self)
 
     @property
     def cell(self) -> Callable:
-        """`cells.rewired_lstm` with the option of this cell."""
-        return functools.partial(cells.rewired_lstm, zigzag=self.zigzag)
-
-    def initialize_carry(
-        self, rng: jax.Array | None, input_shape: tuple[int, ...]
-    ) -> cells.LSTMCarry:
-        """The zero carry for inputs of this shape; `rng` is not used."""
-        h = super().initialize_carry(rng, input_shape).h
-        return cells.LSTMCarry(cells.widen(h), h)
+        """`cells.rewired_lstm` with the options of this cell."""
+        return functools.partial(cells.rewired_lstm, **self.pick("zigzag", *FUNCTIONS))
 
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:
         """Declares the parameters; returns them in the form `cells` reads."""
         params = super().weights(input_size)
-        hidden = self.hidden_size
-        # The rows of the forget gate's matrix are those of i ⊙ j, then those of h.
-        forget = truncated_normal(hidden, self.init_factor, self.forget_bias)
+        hidden = self.features
+        output = self.bias_init or truncated_normal(hidden, self.init_factor)
+        forget = self.bias_init or truncated_normal(hidden, self.init_factor, self.forget_bias)
         if self.chrono_max is not None:
             forget = chrono(self.chrono_max)
-        output = truncated_normal(hidden, self.init_factor)
-        params["forget"] = self.param("forget", self.init_gate, 2 * hidden, forget)
-        params["output"] = self.param("output", self.init_gate, hidden, output)
+        params["forget"] = self.param("forget", self.init_gate, 2, forget)
+        params["output"] = self.param("output", self.init_gate, 1, output)
         return params
 
-    def init_gate(self, key: jax.Array, size: int, draw_bias: Callable) -> dict[str, jax.Array]:
-        """Draws a gate that reads one or two states; the deviation is that for H inputs."""
+    def init_gate(self, key: jax.Array, states: int, draw_bias: Initializer) -> dict[str, Any]:
+        """Draws a gate that reads so many states; the deviation is that for H inputs.
+
+        The rows of the forget gate's matrix are those of i ⊙ j, then those of h.
+        """
         of_kernel, of_bias = jax.random.split(key)
-        hidden, dtype = self.hidden_size, self.param_dtype
-        draw = truncated_normal(hidden, self.init_factor)
-        return {
-            "kernel": draw(of_kernel, (size, hidden), dtype),
-            "bias": draw_bias(of_bias, (hidden,), dtype),
-        }
+        hidden, dtype = self.features, self.param_dtype
+        if self.recurrent_kernel_init is None:
+            draw = truncated_normal(hidden, self.init_factor)
+            kernel = draw(of_kernel, (states * hidden, hidden), dtype)
+        else:
+            keys = jax.random.split(of_kernel, states)
+            shape = (hidden, hidden)
+            kernel = jnp.concatenate([self.recurrent_kernel_init(k, shape, dtype) for k in keys])
+        return {"kernel": kernel, "bias": draw_bias(of_bias, (hidden,), dtype)}
 
 
 class MogrifierGRUCell(Cell):
@@ -378,19 +523,33 @@ class MogrifierGRUCell(Cell):
 
     @property
     def cell(self) -> Callable:
-        """`cells.gru` with the option of this cell."""
-        return functools.partial(cells.gru, zigzag=self.zigzag)
+        """`cells.gru` with the options of this cell."""
+        return functools.partial(cells.gru, **self.pick("zigzag", *FUNCTIONS))
 
     def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         """As the base class, and a bias that the reset gate multiplies."""
-        candidate_bias = jnp.zeros(self.hidden_size, self.param_dtype)
+        draw = self.bias_init or nn.initializers.zeros
+        candidate_bias = draw(jax.random.fold_in(key, 3), (self.features,), self.param_dtype)
         return {**super().init_gates(key, input_size), "candidate_bias": candidate_bias}
+
+
+class GRUCell(MogrifierGRUCell):
+    """GRU: `MogrifierGRUCell` without rounds, which computes what `nn.GRUCell` computes.
+
+    >>> cell = GRUCell(features=8)
+    >>> carry = cell.initialize_carry(None, (2, 4))  # For x [2, 4].
+    >>> (carry, y), variables = cell.init_with_output(jax.random.key(0), carry, jnp.ones((2, 4)))
+    >>> y.shape, carry.shape
+    ((2, 8), (2, 8))
+    """
+
+    rounds: int = 0
 
 
 class MogrifierElmanCell(Cell):
     """Elman network whose x and h gate each other first.
 
-    >>> rnn = nn.RNN(MogrifierElmanCell(hidden_size=8, rounds=2, dtype=jnp.bfloat16))
+    >>> rnn = nn.RNN(MogrifierElmanCell(features=8, rounds=2, dtype=jnp.bfloat16))
     >>> ys, variables = jax.jit(rnn.init_with_output)(jax.random.key(0), jnp.ones((2, 7, 4)))
     >>> ys.dtype
     dtype(bfloat16)
@@ -400,10 +559,31 @@ class MogrifierElmanCell(Cell):
 
     num_gates = 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(
+            self.gate_fn is jax.nn.sigmoid,
+            f"{type(self).__name__} has no gates that gate_fn could change; leave it out, or use "
+            "activation_fn",
+        )
+
     @property
     def cell(self) -> Callable:
-        """`cells.elman` with the option of this cell."""
-        return functools.partial(cells.elman, zigzag=self.zigzag)
+        """`cells.elman` with the options of this cell."""
+        return functools.partial(cells.elman, **self.pick("zigzag", "activation_fn"))
+
+
+class ElmanCell(MogrifierElmanCell):
+    """Elman network: `MogrifierElmanCell` without rounds, which is `nn.SimpleCell`.
+
+    >>> xs = jnp.ones((2, 7, 4))
+    >>> rnn = nn.RNN(ElmanCell(features=8), return_carry=True)
+    >>> (carry, ys), variables = jax.jit(rnn.init_with_output)(jax.random.key(0), xs)
+    >>> carry.shape
+    (2, 8)
+    """
+
+    rounds: int = 0
 
 
 CELLS: dict[str, Callable[..., Cell]] = {
@@ -419,7 +599,8 @@ CELLS: dict[str, Callable[..., Cell]] = {
 
 def find_cell(name: str) -> Callable[..., Cell]:
     """The cell of this name."""
-    check(name in CELLS, f"cell {name!r} is not known; use one of {', '.join(CELLS)}")
+    known = isinstance(name, str) and name in CELLS
+    check(known, f"cell {errors.show(name)} is not known; use one of {', '.join(CELLS)}")
     return CELLS[name]
 
 
@@ -436,7 +617,7 @@ class Mogrifier(nn.Module):
     rank: int = 0
     zigzag: bool = True
     gate_bias: bool = True
-    dtype: Dtype = jnp.float32
+    dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
 
     @nn.compact
@@ -454,8 +635,9 @@ class Mogrifier(nn.Module):
             size_in, size_out = sizes if i % 2 else sizes[::-1]
             options = (size_in, size_out, self.rank, self.gate_bias, 1.0, self.param_dtype)
             rounds.append(self.param(f"round_{i}", init_map, *options))
-        weights = taps.cast_matrices(rounds, self.dtype)
-        return cells.mogrify(weights, x.astype(self.dtype), h.astype(self.dtype), self.zigzag)[:2]
+        dtype = dtypes.canonicalize_dtype(x, h, *jax.tree.leaves(rounds), dtype=self.dtype)
+        weights = taps.cast_matrices(rounds, dtype)
+        return cells.mogrify(weights, x.astype(dtype), h.astype(dtype), self.zigzag)[:2]
 
 
 def init_map(
@@ -496,7 +678,10 @@ def check_fields(cell: Any) -> None:
     for field in dataclasses.fields(cell):
         name, value = field.name, getattr(cell, field.name)
         if name in ("dtype", "param_dtype"):
-            good, rule = _is_floating(value), "a dtype of floating point"
+            good = _is_floating(value) or (value is None and field.default is None)
+            rule = "a dtype of floating point"
+        elif name in FUNCTIONS or name.endswith("_init"):
+            good, rule = callable(value) or value is field.default, "a function"
         elif name in LIMITS and not (value is None and field.default is None):
             low, high = LIMITS[name]
             kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
@@ -510,7 +695,21 @@ def check_fields(cell: Any) -> None:
             raise errors.UsageError(f"{name} {errors.show(value)} must be {rule}")
 
 
+def check_forget_bias(cell: Any) -> None:
+    """Refuses two ways of drawing the bias of the forget gate."""
+    fields = {field.name: field for field in dataclasses.fields(cell)}
+    for name in ("forget_bias", "chrono_max"):
+        value = getattr(cell, name)
+        check(
+            cell.bias_init is None or value == fields[name].default,
+            f"{name} {value} and bias_init exclude each other: bias_init draws the bias of the "
+            "forget gate, too; leave one of them out",
+        )
+
+
 def _is_floating(dtype: Any) -> bool:
+    if dtype is None:  # NumPy takes it for float64.
+        return False
     try:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:

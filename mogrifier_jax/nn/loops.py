@@ -1,4 +1,4 @@
-"""Loops that take the place of `lax.scan`: the same results, written to memory in another way."""
+"""Replacements of `lax.scan` that return the same, but write it to memory differently."""
 
 import functools
 import math
@@ -41,8 +41,8 @@ def scan_into_empty(
 ) -> tuple[Tree, Tree]:
     """Writes results into memory that is not filled with zeros first.
 
-    If a device would write more than `most_bytes`, it is `lax.scan` itself: XLA allocates the
-    memory long before the loop, and may take the fast memory for it.
+    If a device would write more than `most_bytes`, this is `lax.scan` itself, because XLA allocates
+    the memory long before the loop and may place it in the fast memory.
     """
     _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
@@ -66,7 +66,7 @@ def scan_into_empty(
 
 
 def scan_packed(loop: Loop, body: Body, init: Tree, xs: Tree, **options: Any) -> tuple[Tree, Tree]:
-    """Makes one array [B, N] of the results [B, ...] of a step, if all have the same dtype."""
+    """Concatenates the results [B, ...] of a step to one array [B, N], if their dtypes agree."""
     structure: list[Any] = []
 
     def packed_body(state: Tree, x: Tree) -> tuple[Tree, Tree]:
@@ -76,7 +76,7 @@ def scan_packed(loop: Loop, body: Body, init: Tree, xs: Tree, **options: Any) ->
         if len({leaf.dtype for leaf in leaves}) > 1:
             return state, result
         structure[:] = [treedef, [leaf.shape[1:] for leaf in leaves]]
-        return state, jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], 1)
+        return state, jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], 1)
 
     state, results = loop(packed_body, init, xs, **options)
     if not structure:

@@ -1,9 +1,11 @@
-"""LanguageModel and EncoderDecoder: embed, recurrent stack, softmax, nats per token.
+"""LanguageModel and EncoderDecoder, and the hidden size that fits a budget of parameters.
 
-Axes: B batch, T time, E embedding (input and output alike), H hidden, V vocabulary. Tokens and
-results are [B, T]. Inside, time is the first axis, because the recurrence needs it so. `make_model`
-finds E and H for a budget of parameters. The formulas that count parameters repeat the shapes that
-`layers.py` and `softmax.py` create. The tests check that both agree.
+Both models embed tokens, run a recurrent stack, and compute a softmax and nats per token.
+
+Axes: B batch, T time, E embedding (of input and output), H hidden, V vocabulary. Tokens and results
+are [B, T]. Within the models time comes first, because the recurrence scans over the leading axis.
+`make_model` finds E and H for a budget of parameters. The formulas that count parameters repeat the
+shapes that `layers.py` and `softmax.py` create, and the tests check that both agree.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, dropout, layers, softmax, stack
+from mogrifier_jax.nn import cells, dropout, layers, model_options, softmax, stack
 from mogrifier_jax.nn.dropout import Dropout
 
 Dtype = Any
@@ -62,7 +64,7 @@ class LanguageModel(Sizes):
     ... )
     >>> tokens = jnp.zeros((2, 7), jnp.int32)
     >>> variables = jax.jit(model.init)(jax.random.key(0), tokens)
-    >>> nats, carry = model.apply(variables, tokens, tokens, method="nats")  # Inputs, targets.
+    >>> carry, nats = model.apply(variables, tokens, tokens, method="nats")  # Inputs, targets.
     >>> nats.shape
     (2, 7)
     """
@@ -73,22 +75,20 @@ class LanguageModel(Sizes):
 
     def setup(self) -> None:
         """Checks the sizes and makes embedding, stack and softmax."""
-        for name in ("vocab_size", "hidden_size", "embedding_size"):
-            size = getattr(self, name)
-            check(size >= 1, f"{name} {size} must be at least 1")
+        sizes = ("vocab_size", "hidden_size", "embedding_size", "mixture_components", "max_logits")
+        model_options.check(self, *sizes)
         check(
-            self.mixture_components == 0 or self.mixture_components >= 2,
-            f"mixture_components {self.mixture_components} must be 0 (an ordinary softmax) or "
-            "at least 2",
+            self.mixture_components != 1,
+            "mixture_components 1 must be 0 (an ordinary softmax) or at least 2",
         )
         self.embedding = self.make_embedding("embedding")
-        self.stack = stack.Stack(**_fields_of(stack.Stack, self))
-        self.softmax = softmax.Softmax(**_fields_of(softmax.Softmax, self))
+        self.stack = stack.Stack(**_fields_for(stack.Stack, self))
+        self.softmax = softmax.Softmax(**_fields_for(softmax.Softmax, self))
 
     def __call__(
         self, inputs: jax.Array, carry: stack.Carries | None = None
-    ) -> tuple[jax.Array, stack.Carries]:
-        """From (inputs [B, T], carry) to (logits [B, T, V], carry), without dropout."""
+    ) -> tuple[stack.Carries, jax.Array]:
+        """From (inputs [B, T], carry) to (carry, logits [B, T, V]), without dropout."""
         return self.logits(inputs, carry)
 
     @nn.nowrap
@@ -102,7 +102,7 @@ class LanguageModel(Sizes):
         return {"inputs": jnp.zeros((1, 1), jnp.int32)}
 
     def initial_carry(self, batch_size: int) -> stack.Carries:
-        """The carry that an example which stands alone starts from; it may be trained."""
+        """The carry that an independent example starts from, which may be trained."""
         return self.stack.initial_carry(batch_size)
 
     def batch_nats(
@@ -110,12 +110,12 @@ class LanguageModel(Sizes):
         batch: Any,
         carry: stack.Carries,
         rates: Dropout | None = None,
-        temperature: float | jax.Array = 1.0,
-    ) -> tuple[jax.Array, stack.Carries]:
-        """`nats` of a `streams.Window`; the carry of examples that stand alone is ()."""
+        logit_scale: float | jax.Array = 1.0,
+    ) -> tuple[stack.Carries, jax.Array]:
+        """`nats` of a `streams.Window`; the carry of independent examples is ()."""
         start = None if carry == () else carry
-        nats, end = self.nats(batch.inputs, batch.targets, start, batch.lengths, rates, temperature)
-        return nats, () if start is None else end
+        end, nats = self.nats(batch.inputs, batch.targets, start, batch.lengths, rates, logit_scale)
+        return () if start is None else end, nats
 
     def nats(
         self,
@@ -124,11 +124,12 @@ class LanguageModel(Sizes):
         carry: stack.Carries | None = None,
         lengths: jax.Array | None = None,
         rates: Dropout | None = None,
-        temperature: float | jax.Array = 1.0,
-    ) -> tuple[jax.Array, stack.Carries]:
-        """-log p(target) [B, T], zero beyond `lengths`, and the carry at each example's end.
+        logit_scale: float | jax.Array = 1.0,
+    ) -> tuple[stack.Carries, jax.Array]:
+        """The carry at each example's end, and -log p(target) [B, T], zero beyond `lengths`.
 
-        `temperature` multiplies the logits, so values below 1 flatten the distribution.
+        `logit_scale` multiplies the logits, so values below 1 flatten the distribution. It is
+        lamb's softmax temperature.
         """
         rates = rates or Dropout()
         check_tokens("inputs", inputs)
@@ -139,29 +140,31 @@ class LanguageModel(Sizes):
         )
         valid = None if lengths is None else _valid(lengths, inputs)
         carry, hs = self.run(inputs, carry, valid, rates)
-        nats = self.softmax.nats(hs, targets.T, self.embedding, rates, temperature)
+        nats = self.softmax.nats(hs, targets.T, self.embedding, rates, logit_scale)
         if valid is not None:
             nats = jnp.where(valid, nats, 0.0)
-        return nats.T, carry
+        return carry, nats.T
 
     def logits(
         self,
         inputs: jax.Array,
         carry: stack.Carries | None = None,
-        temperature: float | jax.Array = 1.0,
-    ) -> tuple[jax.Array, stack.Carries]:
-        """Unnormalised log-probabilities [B, T, V] without dropout, and the carry."""
+        logit_scale: float | jax.Array = 1.0,
+    ) -> tuple[stack.Carries, jax.Array]:
+        """The carry, and unnormalised log-probabilities [B, T, V] without dropout.
+
+        `logit_scale` multiplies them.
+        """
         carry, hs = self.run(inputs, carry, None, Dropout())
-        logits = self.softmax.logits(hs, self.embedding, temperature)
-        return jnp.swapaxes(logits, 0, 1), carry
+        logits = self.softmax.logits(hs, self.embedding, logit_scale)
+        return carry, jnp.swapaxes(logits, 0, 1)
 
     def gates(
         self, inputs: jax.Array, carry: stack.Carries | None = None
-    ) -> tuple[list[cells.Gates], stack.Carries]:
-        """The values of all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
+    ) -> tuple[stack.Carries, list[cells.Gates]]:
+        """The carry, and all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
         xs = self.look_up(self.embedding, "inputs", inputs, Dropout())
-        carry, gates = self.stack.gates(carry, xs)
-        return gates, carry
+        return self.stack.gates(carry, xs)
 
     def run(
         self,
@@ -183,12 +186,12 @@ class EncoderDecoder(Sizes):
     def setup(self) -> None:
         """Makes the encoder with its embedding, and the decoder."""
         self.source_embedding = self.make_embedding("source_embedding")
-        self.encoder = stack.Stack(**_fields_of(stack.Stack, self))
-        self.decoder = LanguageModel(**_fields_of(LanguageModel, self))
+        self.encoder = stack.Stack(**_fields_for(stack.Stack, self))
+        self.decoder = LanguageModel(**_fields_for(LanguageModel, self))
 
     @nn.nowrap
     def zero_carry(self, batch_size: int) -> tuple[()]:
-        """An empty carry, since no state goes from batch to batch."""
+        """An empty carry, because batches are independent."""
         del batch_size
         return ()
 
@@ -207,13 +210,13 @@ class EncoderDecoder(Sizes):
         batch: Any,
         carry: stack.Carries,
         rates: Dropout | None = None,
-        temperature: float | jax.Array = 1.0,
-    ) -> tuple[jax.Array, stack.Carries]:
-        """`nats` of a `streams.CopyBatch`; returns the carry unchanged."""
+        logit_scale: float | jax.Array = 1.0,
+    ) -> tuple[stack.Carries, jax.Array]:
+        """`nats` of a `reverse_copy.CopyBatch`; returns the carry unchanged."""
         nats = self.nats(
-            batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, temperature
+            batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, logit_scale
         )
-        return nats, carry
+        return carry, nats
 
     def nats(
         self,
@@ -223,19 +226,19 @@ class EncoderDecoder(Sizes):
         source_lengths: jax.Array | None = None,
         lengths: jax.Array | None = None,
         rates: Dropout | None = None,
-        temperature: float | jax.Array = 1.0,
+        logit_scale: float | jax.Array = 1.0,
     ) -> jax.Array:
         """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
         rates = rates or Dropout()
         xs = self.look_up(self.source_embedding, "source", source, rates)
         valid = None if source_lengths is None else _valid(source_lengths, source)
         carry, _ = self.encoder(None, xs, valid, rates)
-        return self.decoder.nats(inputs, targets, carry, lengths, rates, temperature)[0]
+        return self.decoder.nats(inputs, targets, carry, lengths, rates, logit_scale)[1]
 
 
-def _fields_of(part: Any, model: nn.Module) -> dict[str, Any]:
-    """The fields of a part that the model has under the same names, with the model's values."""
-    names = {field.name for field in dataclasses.fields(part)} - {"parent", "name"}
+def _fields_for(module: type[nn.Module], model: nn.Module) -> dict[str, Any]:
+    """The fields of a submodule that the model has under the same names, with their values."""
+    names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
     return {name: getattr(model, name) for name in names if hasattr(model, name)}
 
 
@@ -280,7 +283,8 @@ def make_model(
         value = of_model.pop(name)
         check(
             value == defaults[name],
-            f"model.{name} {value!r} is not for a model that reads a source; leave it out",
+            f"model.{name} {errors.show(value)} is not for a model that reads a source; leave it "
+            "out",
         )
     of_cell = _accepted_options(options.get("cell", kind.cell), of_cell)
 
@@ -357,7 +361,7 @@ def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
     cell = layers.find_cell(model.cell)(1, **dict(model.cell_options))
     recurrent = _count_layer(cell, e, h) + (model.num_layers - 1) * _count_layer(cell, h, h)
     if getattr(model, "trainable_initial_state", False):
-        states = len(cell.initialize_carry(None, (1,)))  # c and h, or h.
+        states = len(cell.state_type._fields)  # c and h, or h.
         recurrent += model.num_layers * states * h
     components = getattr(model, "mixture_components", 0)
     if components:

@@ -5,7 +5,7 @@ same numbers, with one exception: for float32 at JAX's default precision, a TPU 
 of matmuls to bfloat16 anyway, so its plan stores them in bfloat16. Every other platform has to be
 kept from that plan.
 
-Each field of a plan names the number that earns it its place; docs/performance.md has the tables.
+Each field of a plan names the number that justifies it; docs/performance_notes.md has the tables.
 Numbers of TPUs are XLA's estimates for a v5e, at the time when the field was introduced. To remove
 a field, delete it here and where `plan.<field>` is read.
 
@@ -141,6 +141,8 @@ def _make_tpu_plan(sizes: Sizes) -> Plan:
     if not tpus_round(sizes.dtype):
         return plan
     rows = sizes.rows * rows_from_one
+    if not isinstance(sizes.steps * rows, int):  # Symbolic, in a program to be exported.
+        return dataclasses.replace(plan, operands_forward=BFLOAT16)
     plan = dataclasses.replace(plan, operands_forward=BFLOAT16, uninitialised_forward=128 * MIB)
     # The outputs of large maps that a device stores for the backward pass.
     stored = sizes.steps * rows * sizes.large_outputs * sizes.dtype.itemsize // devices

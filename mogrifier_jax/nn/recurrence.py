@@ -36,10 +36,10 @@ Arrays = dict[str, jax.Array]
 
 
 class Masks(NamedTuple):
-    """Keywords of the step, such as dropout masks. They get no gradient."""
+    """Keyword arguments of the step, such as dropout masks, which get no gradient."""
 
     scanned: Arrays  # [T, ...], one for each step.
-    constant: Arrays  # The same for all steps.
+    constant: dict[str, Any]  # The same for all steps: arrays, or a state to start anew from.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Saved(NamedTuple):
     input_map: cells.Params | None
     xs: jax.Array
     step_inputs: _StepInputs
-    constant: Arrays
+    constant: dict[str, Any]
     outputs: Arrays  # y_t of the maps with one matrix, by name. See `compute` for addends.
 
 
@@ -145,7 +145,7 @@ def _backward(setting: Setting, saved: _Saved, cotangents: tuple[cells.State, ja
     maps = taps.Taps(saved.params, setting.dtype, plan.operands_backward)
     step = _TappedStep(setting, maps, saved.constant)
     # u_t and y_t of all maps and steps at once.
-    us, ys = jax.vmap(step.ends_of_maps)(saved.step_inputs, saved.outputs)
+    us, ys = jax.vmap(step.inputs_and_outputs)(saved.step_inputs, saved.outputs)
     transposed = transposed_in_loop = maps.transpose()
     if plan.factor_product_bytes:
         transposed_in_loop = maps.multiply_factors(
@@ -159,7 +159,7 @@ def _backward(setting: Setting, saved: _Saved, cotangents: tuple[cells.State, ja
         if plan.stack_carries:
             step_inputs = step_inputs._replace(carry=type(d_carry)(*step_inputs.carry))
         if plan.recompute_thin_outputs:
-            _, outputs = step.ends_of_maps(step_inputs, outputs)
+            _, outputs = step.inputs_and_outputs(step_inputs, outputs)
         d_carry = d_carry._replace(h=d_carry.h + d_h)
         d_carry, d_z, d_outputs, d_vectors_now = step.pull_back(
             d_carry, step_inputs, outputs, transposed_in_loop
@@ -199,7 +199,7 @@ class _TappedStep:
 
     setting: Setting
     maps: taps.Taps
-    constant: Arrays
+    constant: dict[str, Any]
 
     def run(
         self, output_of: taps.OutputOf, inputs: _StepInputs, vectors: Arrays | None = None
@@ -208,12 +208,14 @@ class _TappedStep:
         params = self.maps.put(output_of, vectors)
         return self.setting.step(params, inputs.carry, inputs.z, **inputs.scanned, **self.constant)
 
-    def ends_of_maps(self, step_inputs: _StepInputs, outputs: Arrays) -> tuple[Arrays, Arrays]:
+    def inputs_and_outputs(
+        self, step_inputs: _StepInputs, outputs: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """The u and y of all maps of a step; y is computed where it is not saved in `outputs`."""
         inputs, outputs = {}, dict(outputs)
         includes_addend = self.setting.plan.project_inputs_in_step
 
-        def recall(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
+        def read_or_compute(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
             inputs[name] = u.astype(self.maps.operand_dtype)
             if name not in outputs:
                 y = self.maps.apply(name, u, self.maps.maps)
@@ -221,7 +223,7 @@ class _TappedStep:
             # Later maps of the step may read what this sum becomes.
             return outputs[name] if addend is None or includes_addend else outputs[name] + addend
 
-        self.run(recall, step_inputs)
+        self.run(read_or_compute, step_inputs)
         return inputs, outputs
 
     def pull_back(
@@ -241,15 +243,15 @@ class _TappedStep:
         def replay(
             carry: cells.State, z: jax.Array, outputs: Arrays, vectors: Arrays
         ) -> cells.State:
-            def recall(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
+            def read_saved(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
                 y = taps.saved_output(u, outputs[name], transposed[name])
                 if addend is None:
                     return y
                 return taps.saved_sum(y, addend) if includes_addend else y + addend
 
-            return self.run(recall, _StepInputs(carry, z, step_inputs.scanned), vectors)
+            return self.run(read_saved, _StepInputs(carry, z, step_inputs.scanned), vectors)
 
-        vectors = self.maps.vectors_of_rows(len(d_carry.h))
+        vectors = self.maps.vectors_of_rows(d_carry.h.shape[0])
         _, pull = jax.vjp(replay, step_inputs.carry, step_inputs.z, outputs, vectors)
         d_carry, d_z, d_outputs, d_vectors = pull(d_carry)
         d_outputs = {name: d.astype(self.maps.operand_dtype) for name, d in d_outputs.items()}

@@ -1,11 +1,12 @@
 """RNN, which runs one cell over sequences.
 
 Axes: B batch, T time, D input features, H hidden. `RNN` replaces `nn.RNN` and uses the fast scan of
-`windows.py`. `stack.py` makes the layers of a model of it.
+`windows.py`. The layers of a model (`stack.py`) are RNNs.
 """
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,9 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import recurrent
+from jax.sharding import PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, dropout, from_flax, layers, recurrence, taps, windows
+from mogrifier_jax.nn import (
+    cells,
+    dropout,
+    from_flax,
+    layers,
+    meshes,
+    model_options,
+    recurrence,
+    step_by_step,
+    taps,
+    windows,
+)
+from mogrifier_jax.nn.step_by_step import read_resets
 
 check = errors.check
 
@@ -25,17 +39,23 @@ check = errors.check
 class RNN(nn.RNN):
     """`nn.RNN` with a fast backward pass; arguments, parameters and results are the same.
 
-    >>> rnn = RNN(layers.MogrifierLSTMCell(hidden_size=8, rounds=5, rank=3))
+    >>> rnn = RNN(layers.MogrifierLSTMCell(features=8, rounds=5, rank=3))
     >>> init = jax.jit(rnn.init_with_output)
     >>> ys, variables = init(jax.random.key(0), jnp.ones((2, 7, 4)))  # [batch, time, features]
     >>> ys.shape
     (2, 7, 8)
 
-    `fast=False` runs a plain scan, which forward-mode derivatives need. `remat_window` saves
-    memory: it keeps the carry only once in this many steps, and computes the rest again.
-    `state_dropout` drops units of the h that the gates read, the same units at every step. It
-    draws from the rng "dropout". Flax's own LSTM, GRU and simple cell are fast too, with their own
-    parameters. Other cells run step by step.
+    Flax's own LSTM, GRU and simple cell are fast too, with their own parameters. Other cells run
+    step by step.
+
+    Args:
+      cell: a cell of this package or of Flax. What follows it up to `split_rngs` is as in `nn.RNN`.
+      fast: False runs a plain scan, which forward-mode derivatives need.
+      remat_window: saves memory: the carry is kept only once in this many steps, and what lies
+        between is computed again in the backward pass.
+      state_dropout: the rate at which units of the h that the gates read are dropped, the same
+        units at every step. It draws from the rng "dropout".
+      deterministic: whether masks are left out; needed only if there are any.
     """
 
     fast: bool = True
@@ -55,10 +75,23 @@ class RNN(nn.RNN):
         reverse: bool | None = None,
         keep_order: bool | None = None,
         deterministic: bool | None = None,
+        resets: jax.Array | None = None,
     ) -> Any:
-        """Takes the arguments of `nn.RNN`; `deterministic` turns all masks off."""
+        """Runs the cell over sequences, with the arguments of `nn.RNN` and two more.
+
+        Args:
+          inputs: [..., time, features], or [time, ..., features] if `time_major`.
+          deterministic: True leaves all masks out.
+          resets: [..., time], or [time, ...] if `time_major`: the steps that start from
+            `cell.initialize_carry` instead of the carry of the step before, such as the first steps
+            of episodes. No gradient passes through them. In reverse, the step before is the one
+            after it in time. Booleans or numbers; all but zeros are resets.
+
+        Returns:
+          the outputs [..., time, hidden]; (carry, outputs) if `return_carry`.
+        """
         seq_lengths = check_sequences(self.cell, inputs, seq_lengths)
-        if not isinstance(self.cell, layers.Cell):
+        if not layers.has_standard_step(type(self.cell), layers.Cell):
             given = dict(
                 initial_carry=initial_carry,
                 init_key=init_key,
@@ -68,8 +101,9 @@ class RNN(nn.RNN):
                 reverse=reverse,
                 keep_order=keep_order,
                 deterministic=deterministic,
+                resets=resets,
             )
-            return from_flax.run(self, super().__call__, inputs, given)
+            return from_flax.run(self, self.run_step_by_step, inputs, given)
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
@@ -78,39 +112,87 @@ class RNN(nn.RNN):
         check(inputs.ndim >= 2, f"inputs {inputs.shape} must be [..., time, features]")
         time_axis = 0 if time_major else inputs.ndim - 2
         xs = jnp.moveaxis(inputs, time_axis, 0)
-        batch = xs.shape[1:-1]
-        carry = initial_carry
-        if carry is None:
-            carry = self.cell.initialize_carry(init_key, (*batch, xs.shape[-1]))
-        self.cell.check_carry(carry, (*batch, xs.shape[-1]))
+        steps, *batch, size = xs.shape
+        start = carry = initial_carry
+        if carry is None or resets is not None:
+            init_key = jax.random.key(0) if init_key is None else init_key
+            start = self.cell.initialize_carry(init_key, (*batch, size))
+            carry = start if carry is None else carry
+        self.cell.check_carry(carry, (*batch, size))
         lengths = None if seq_lengths is None else jnp.asarray(seq_lengths)
         if lengths is not None:
             check(
-                lengths.shape == batch,
+                lengths.shape == tuple(batch),
                 f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one "
-                f"integer for each sequence, here {batch}",
+                f"integer for each sequence, here {tuple(batch)}",
             )
-        train = self.draws(deterministic)
-        mask = self.draw_state_mask(batch) if train else {}
-        if len(batch) != 1:  # The recurrence needs one batch axis.
-            rows = math.prod(batch)
-            xs = xs.reshape(xs.shape[0], rows, xs.shape[-1])
-            carry = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), carry)
-            mask = {name: m if m.ndim == 0 else m.reshape(rows, -1) for name, m in mask.items()}
+        if resets is not None:
+            resets = jnp.moveaxis(read_resets(resets, inputs.shape[:-1]), time_axis, 0)
+        weights = self.cell.weights(size)
+        rows = math.prod(batch)  # The recurrence needs one batch axis.
+        masks = self.draw_masks(steps, rows) if self.draws(deterministic) else {}
+
+        def compute(
+            weights: cells.Params,
+            xs: jax.Array,
+            carry: Any,
+            start: Any,
+            lengths: jax.Array | None,
+            resets: jax.Array | None,
+            masks: recurrence.Arrays,
+        ) -> tuple[Any, jax.Array]:
+            xs = xs.reshape(steps, rows, size)
+            start, carry = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), (start, carry))
             lengths = None if lengths is None else lengths.reshape(rows)
-        flip = functools.partial(
-            recurrent.flip_sequences, seq_lengths=lengths, num_batch_dims=1, time_major=True
-        )
-        last = None
-        if return_carry and lengths is not None and len(xs):
-            last = _marks_of_last(lengths, xs.shape[0])
-        xs = flip(xs) if reverse else xs
-        carry, ys = self.window(carry, xs, **mask, last=last, train=train)
-        ys = flip(ys) if reverse and keep_order else ys
-        ys = jnp.moveaxis(ys.reshape(ys.shape[0], *batch, ys.shape[-1]), 0, time_axis)
-        if not return_carry:
-            return ys
-        return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), carry), ys
+            resets = None if resets is None else resets.reshape(steps, rows)
+            flip = functools.partial(
+                recurrent.flip_sequences, seq_lengths=lengths, num_batch_dims=1, time_major=True
+            )
+            last = None
+            if return_carry and lengths is not None and steps != 0:
+                last = _marks_of_last(lengths, steps)
+            if reverse:
+                xs, resets = flip(xs), None if resets is None else flip(resets)
+            state, ys = self.run_window(weights, carry, xs, masks, last, resets, start)
+            ys = flip(ys) if reverse and keep_order else ys
+            ys = jnp.moveaxis(ys.reshape(steps, *batch, ys.shape[-1]), 0, time_axis)
+            carry = self.cell.to_carry(state)
+            return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), carry), ys
+
+        def specs(of_xs: tuple[Any, ...]) -> Any:
+            of_steps, *of_batch, _ = of_xs
+            of_ys = [*of_batch, None]
+            of_ys.insert(time_axis, of_steps)
+            parts = [PartitionSpec(*of_batch, None)] * len(self.cell.state_type._fields)
+            return self.cell.to_carry(self.cell.state_type(*parts)), PartitionSpec(*of_ys)
+
+        operands = (weights, xs, carry, start, lengths, resets, masks)
+        carry, ys = meshes.run_automatically(compute, operands, specs, like=xs)
+        return (carry, ys) if return_carry else ys
+
+    def run_step_by_step(
+        self,
+        inputs: jax.Array,
+        resets: jax.Array | None = None,
+        initial_carry: Any = None,
+        init_key: jax.Array | None = None,
+        **given: Any,
+    ) -> Any:
+        """Runs any cell as `nn.RNN` does, with the same keywords, and resets."""
+        names = ("return_carry", "time_major", "reverse", "keep_order")
+        given |= {name: getattr(self, name) for name in names if given.get(name) is None}
+        run = step_by_step.Run(inputs, resets, self.cell.num_feature_axes, **given)
+        init_key = jax.random.key(0) if init_key is None else init_key
+        start = self.cell.initialize_carry(init_key, run.input_shape)
+        carry = start
+        if initial_carry is not None:
+            carry = step_by_step.match_structure(initial_carry, start)
+        start, carry = meshes.shard_carry((start, carry), inputs, run.batch_axes)
+        if resets is None:
+            return super().__call__(inputs, initial_carry=carry, **given)
+        options = ("unroll", "variable_axes", "variable_broadcast", "variable_carry", "split_rngs")
+        scan = functools.partial(nn.scan, **{name: getattr(self, name) for name in options})
+        return run(scan, self.cell, start, carry)
 
     @nn.nowrap
     def draws(self, deterministic: bool | None) -> bool:
@@ -118,64 +200,101 @@ class RNN(nn.RNN):
         wanted = bool(self.state_dropout or getattr(self.cell, "masks", None))
         return wanted and not nn.merge_param("deterministic", self.deterministic, deterministic)
 
-    def draw_state_mask(self, batch: tuple[int, ...]) -> dict[str, jax.Array]:
-        """The mask and scale of state dropout, if there is any."""
-        if self.state_dropout == 0:
-            return {}
-        shape = (*batch, self.cell.hidden_size)
-        return dropout.state_mask(self.state_dropout, shape, self.make_rng("dropout"))
+    def draw_masks(self, steps: int, rows: int) -> recurrence.Arrays:
+        """The masks of state dropout and of the cell, as `window` takes them."""
+        masks: recurrence.Arrays = {}
+        if self.state_dropout:
+            shape = (rows, self.cell.features)
+            masks |= dropout.state_mask(self.state_dropout, shape, self.make_rng("dropout"))
+        return masks | self.draw_masks_of_cell(steps, rows)
+
+    def draw_masks_of_cell(self, steps: int, rows: int) -> recurrence.Arrays:
+        """The masks that the cell itself needs in training."""
+        shape = (steps, rows, self.cell.features)
+        return {
+            name: jax.random.bernoulli(self.make_rng("dropout"), rate, shape)
+            for name, rate in self.cell.masks.items()
+        }
 
     def window(
         self,
-        carry: cells.State,
+        carry: Any,
         xs: jax.Array,
         keep: jax.Array | None = None,
         scale: jax.Array | None = None,
         valid: jax.Array | None = None,
-        last: jax.Array | None = None,
         train: bool = False,
     ) -> tuple[cells.State, jax.Array]:
-        """From (carry, xs [T, B, D]) to (carry, hs [T, B, H]), with masks that the caller draws.
+        """From (carry, xs [T, B, D]) to (state, hs [T, B, H]), with masks that the caller draws.
 
         `keep` is the mask of the state dropout: [B, H] for all steps, or [T, B, H] with a mask for
         each step. `valid` [T, B] is false after an example's end. There the output is zero and the
-        state does not change. `last` [T, B] marks the step whose carry is returned. In training the
-        masks of the cell are drawn here.
+        state does not change. In training the masks of the cell are drawn here.
         """
         self.check_shapes(carry, xs, keep, scale, valid)
-        xs = xs.astype(self.cell.dtype)
-        given = {"keep": keep, "scale": scale, "valid": valid, "last": last}
-        shape = (*xs.shape[:2], self.cell.hidden_size)
-        for name, rate in self.cell.masks.items() if train else ():
-            given[name] = jax.random.bernoulli(self.make_rng("dropout"), rate, shape)
-        drawn = {name: mask for name, mask in given.items() if mask is not None}
-        scanned = {n: m for n, m in drawn.items() if m.ndim == 3 or n in ("valid", "last")}
-        constant = {name: mask for name, mask in drawn.items() if name not in scanned}
-        state: Any = carry
-        if last is not None and isinstance(carry, cells.LSTMCarry):
-            state = _Marked(*carry, end=carry.c)
-        run = self.run_fast if self.fast and len(xs) else self.run_plainly
-        end, hs = run(state, xs, recurrence.Masks(scanned, constant))
+        weights = self.cell.weights(xs.shape[-1])
+        given = {"keep": keep, "scale": scale, "valid": valid}
+        masks = {name: mask for name, mask in given.items() if mask is not None}
+        if train:
+            masks |= self.draw_masks_of_cell(*xs.shape[:2])
+        state, hs = self.run_window(weights, carry, xs, masks)
         if valid is not None:
             hs = jnp.where(valid[..., None], hs, jnp.zeros_like(hs))
+        return state, hs
+
+    def run_window(
+        self,
+        weights: cells.Params,
+        carry: Any,
+        xs: jax.Array,
+        masks: recurrence.Arrays,
+        last: jax.Array | None = None,
+        resets: jax.Array | None = None,
+        start: Any = None,
+    ) -> tuple[cells.State, jax.Array]:
+        """The last state and hs [T, B, H] of a window xs [T, B, D].
+
+        `last` [T, B] marks the step of each row whose state is returned instead. `resets` [T, B]
+        marks the steps that read the carry `start`.
+        """
+        model_options.check(self, "remat_window", "unroll")
+        dtype = self.cell.computation_dtype(xs, weights)
+        xs, state = xs.astype(dtype), self.cell.to_state(carry, dtype)
+        of_steps = {"last": last, "reset": resets}
+        masks = masks | {name: mask for name, mask in of_steps.items() if mask is not None}
+        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", *of_steps)}
+        constant: Any = {name: mask for name, mask in masks.items() if name not in scanned}
+        if resets is not None:
+            constant["start"] = self.cell.to_state(start, dtype)
+        if last is not None and isinstance(state, cells.LSTMCarry):
+            state = _Marked(*state, end=state.c)  # type: ignore[assignment]
+        run = self.run_fast if self.fast and xs.shape[0] != 0 else self.run_plainly
+        operands = (weights, state, xs, recurrence.Masks(scanned, constant))
+        end: Any
+        end, hs = run(*meshes.vary_alike(operands), dtype)
         if last is not None:
             h = jnp.where(last[..., None], hs, jnp.zeros_like(hs)).sum(0)
             end = cells.LSTMCarry(end.end, h) if isinstance(end, _Marked) else cells.Carry(h)
         return end, hs
 
     def run_fast(
-        self, carry: cells.State, xs: jax.Array, masks: recurrence.Masks
+        self,
+        weights: cells.Params,
+        state: cells.State,
+        xs: jax.Array,
+        masks: recurrence.Masks,
+        dtype: np.dtype,
     ) -> tuple[cells.State, jax.Array]:
         """Runs the scan of `windows.py`."""
-        weights, input_map = cells.split_input_projection(self.cell.weights(xs.shape[-1]))
+        weights, input_map = cells.split_input_projection(weights)
         try:
             return windows.scan(
                 functools.partial(_step, self.cell.cell),
                 weights,
-                carry,
+                state,
                 xs,
                 masks,
-                dtype=self.cell.dtype,
+                dtype=dtype,
                 input_map=input_map,
                 remat_window=self.remat_window,
                 unroll=self.unroll,
@@ -189,46 +308,48 @@ class RNN(nn.RNN):
             ) from error
 
     def run_plainly(
-        self, carry: cells.State, xs: jax.Array, masks: recurrence.Masks
+        self,
+        weights: cells.Params,
+        state: cells.State,
+        xs: jax.Array,
+        masks: recurrence.Masks,
+        dtype: np.dtype,
     ) -> tuple[cells.State, jax.Array]:
         """Runs a plain scan, which is the reference for the fast one."""
-        weights = self.cell.weights(xs.shape[-1])
 
-        def body(carry: cells.State, inputs: Any) -> tuple[cells.State, jax.Array]:
+        def body(state: cells.State, inputs: Any) -> tuple[cells.State, jax.Array]:
             x, scanned = inputs
-            params = taps.cast_matrices(weights, self.cell.dtype)
-            carry = _step(self.cell.cell, params, carry, x, **scanned, **masks.constant)
-            return carry, carry.h
+            params = taps.cast_matrices(weights, dtype)
+            state = _step(self.cell.cell, params, state, x, **scanned, **masks.constant)
+            return state, state.h
 
-        return jax.lax.scan(body, carry, (xs, masks.scanned), unroll=self.unroll)
+        unroll = self.unroll if isinstance(xs.shape[0], int) else 1  # As in `windows.scan`.
+        return jax.lax.scan(body, state, (xs, masks.scanned), unroll=unroll)
 
-    def gates(
-        self, carry: cells.State, xs: jax.Array
-    ) -> tuple[cells.State, jax.Array, cells.Gates]:
+    def gates(self, carry: Any, xs: jax.Array) -> tuple[cells.State, jax.Array, cells.Gates]:
         """As `window` without masks; also returns every gate at every step, [T, B, ...]."""
         self.check_shapes(carry, xs)
-        xs = xs.astype(self.cell.dtype)
-        weights = taps.cast_matrices(self.cell.weights(xs.shape[-1]), self.cell.dtype)
+        weights = self.cell.weights(xs.shape[-1])
+        dtype = self.cell.computation_dtype(xs, weights)
+        params = taps.cast_matrices(weights, dtype)
 
-        def body(carry: cells.State, x: jax.Array) -> tuple[cells.State, Any]:
-            carry, gates = self.cell.cell(weights, carry, x)
-            return carry, (carry.h, gates)
+        def body(state: cells.State, x: jax.Array) -> tuple[cells.State, Any]:
+            state, gates = self.cell.cell(params, state, x)
+            return state, (state.h, gates)
 
-        carry, (hs, gates) = jax.lax.scan(body, carry, xs)
-        return carry, hs, gates
+        state = self.cell.to_state(carry, dtype)
+        state, (hs, gates) = jax.lax.scan(body, state, xs.astype(dtype))
+        return state, hs, gates
 
     def check_shapes(
         self,
-        carry: cells.State,
+        carry: Any,
         xs: jax.Array,
         keep: jax.Array | None = None,
         scale: jax.Array | None = None,
         valid: jax.Array | None = None,
     ) -> None:
         """Refuses arguments of a window that do not fit together."""
-        for name, value in (("remat_window", self.remat_window), ("unroll", self.unroll)):
-            whole = value is None or (isinstance(value, int) and value >= 1)
-            check(whole, f"{name} {value!r} must be a whole number, at least 1")
         check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
         self.cell.check_carry(carry, xs.shape[1:])
         check(
@@ -236,7 +357,7 @@ class RNN(nn.RNN):
             "keep and scale belong together: give 1 / (1 - rate) with the mask, or neither",
         )
         if keep is not None:
-            mask = (*xs.shape[:2], self.cell.hidden_size)
+            mask = (*xs.shape[:2], self.cell.features)
             check(
                 keep.shape in (mask, mask[1:]),
                 f"keep of shape {keep.shape} must be {mask}, or {mask[1:]} for all steps alike",
@@ -259,21 +380,27 @@ class _Marked(NamedTuple):
 def _step(
     cell: Callable[..., Any],
     params: cells.Params,
-    carry: cells.State,
+    state: Any,
     x: jax.Array,
     valid: jax.Array | None = None,
     last: jax.Array | None = None,
+    reset: jax.Array | None = None,
+    start: cells.State | None = None,
     **masks: jax.Array,
 ) -> Any:
-    """One step of a function of `cells.py`; after an example's end the state does not change."""
-    if isinstance(carry, _Marked):
+    """One step of a function of `cells.py`, which may start anew, be the last one or be padding."""
+    before = state
+    if isinstance(state, _Marked):
+        before = cells.LSTMCarry(state.c, state.h)
+    if reset is not None:
+        before = jax.tree.map(lambda new, old: jnp.where(reset[:, None], new, old), start, before)
+    after, _ = cell(params, before, x, **masks)
+    if isinstance(state, _Marked):
         assert last is not None  # They come together.
-        after, _ = cell(params, cells.LSTMCarry(carry.c, carry.h), x, **masks)
-        return _Marked(after.c, after.h, jnp.where(last[:, None], after.c, carry.end))
-    after, _ = cell(params, carry, x, **masks)
+        return _Marked(after.c, after.h, jnp.where(last[:, None], after.c, state.end))
     if valid is None:
         return after
-    return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, carry)
+    return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, before)
 
 
 def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
@@ -283,8 +410,11 @@ def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
     return jnp.arange(steps)[:, None] == index[None, :]
 
 
-def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> jax.Array | None:
+def check_sequences(
+    cell: Any, inputs: Any, seq_lengths: Any, api: str = "linen"
+) -> jax.Array | None:
     """Refuses what an RNN of linen or NNX cannot run; returns the lengths as int32."""
+    check_cell(cell, api)
     check(
         hasattr(cell, "initialize_carry") and hasattr(inputs, "ndim"),
         f"RNN cannot run a {type(cell).__name__} over a {type(inputs).__name__}; give it a cell, "
@@ -292,6 +422,22 @@ def check_sequences(cell: Any, inputs: Any, seq_lengths: Any) -> jax.Array | Non
     )
     check(not jnp.iscomplexobj(inputs), "inputs are complex; give real numbers")
     return None if seq_lengths is None else _read_lengths(seq_lengths)
+
+
+def check_cell(cell: Any, api: str) -> None:
+    """Refuses a class in place of a cell, and a cell of the other one of Flax's two interfaces."""
+    if inspect.isclass(cell):
+        arguments = "64" if api == "linen" else "32, 64, rngs=rngs"
+        raise errors.UsageError(
+            f"RNN needs a cell and was given the class {cell.__name__}; make one, as in "
+            f"RNN({cell.__name__}({arguments}))"
+        )
+    other, prefix = ("nnx", "") if api == "linen" else ("linen", "nnx.")
+    check(
+        not any(base.__module__.startswith(f"flax.{other}.") for base in type(cell).__mro__),
+        f"{type(cell).__name__} is a cell of {other}, and mogrifier_jax.{prefix}RNN runs cells of "
+        f"{api}; give it the cell of {api}, or use mogrifier_jax.{'' if prefix else 'nnx.'}RNN",
+    )
 
 
 def _read_lengths(seq_lengths: Any) -> jax.Array:
@@ -306,13 +452,14 @@ def _read_lengths(seq_lengths: Any) -> jax.Array:
         with contextlib.suppress(TypeError, ValueError):
             lengths = jnp.asarray(lengths)
     dtype = getattr(lengths, "dtype", np.dtype(object))
-    check(jnp.issubdtype(dtype, jnp.integer), f"seq_lengths {seq_lengths!r} {message}")
+    check(jnp.issubdtype(dtype, jnp.integer), f"seq_lengths {errors.show(seq_lengths)} {message}")
     longest = 2**31 - 1  # A length beyond it is longer than any sequence, and stays so.
     if isinstance(lengths, np.ndarray):
         signed = jnp.issubdtype(dtype, jnp.signedinteger)
         check(
             not (signed and (lengths.astype(np.int64) < 0).any()),
-            f"seq_lengths {seq_lengths!r} must not be negative; give 0 for an empty sequence",
+            f"seq_lengths {errors.show(seq_lengths)} must not be negative; give 0 for an empty "
+            "sequence",
         )
         lengths = np.minimum(lengths.astype(np.uint64), np.uint64(longest))
     elif jnp.iinfo(dtype).max > longest:

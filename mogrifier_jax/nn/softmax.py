@@ -1,4 +1,4 @@
-"""Softmax: from the outputs of the stack to logits or nats, with one distribution or a mixture.
+"""The softmax over the vocabulary, or a mixture of softmaxes: from the stack to logits or nats.
 
 Axes: T time, B batch, H hidden, E embedding, V vocabulary, C components of a mixture.
 """
@@ -15,12 +15,12 @@ from jax.experimental import layout
 from mogrifier_jax.nn import cells, dropout, plans, taps
 
 Dtype = Any
-# (us, log_weights, targets) to nats.
+# (features, log_weights, targets) -> nats
 Score = Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array]
 
 
 def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
-    """lamb's initialiser of embeddings: a truncated normal of deviation sqrt(factor / fan)."""
+    """lamb's initialiser of embeddings: a truncated normal with variance factor / fan."""
     return nn.initializers.truncated_normal((factor / fan) ** 0.5 / 0.87962566)
 
 
@@ -55,23 +55,24 @@ class Softmax(nn.Module):
         targets: jax.Array,
         embedding: jax.Array,
         rates: dropout.Dropout,
-        temperature: float | jax.Array,
+        logit_scale: float | jax.Array,
     ) -> jax.Array:
         """-log p(target) [T, B]; no more than `max_logits` logits are in memory at once."""
         us, log_weights = self.features(hs, rates)
-        score: Score = functools.partial(self.score, self.matrix(embedding), temperature)
+        score: Score = functools.partial(self.score, self.matrix(embedding), logit_scale)
 
         def compute(plan: plans.SoftmaxPlan, *arguments: Any) -> jax.Array:
             chunks = self._count_chunks(targets, min(self.max_logits, plan.logits_at_once))
             flat = plan.flatten and chunks > 1
             return _in_chunks(
-                functools.partial(_flat, score) if flat else score, chunks, *arguments
+                functools.partial(_score_flat, score) if flat else score, chunks, *arguments
             )
 
         make_plan = functools.partial(plans.make_softmax_plan, dtype=us.dtype)
         return plans.follow(make_plan, compute, us, log_weights, targets)
 
     def _count_chunks(self, targets: jax.Array, max_logits: float) -> int:
+        """How many parts the steps are cut into so that a part has at most `max_logits` logits."""
         steps, batch = targets.shape
         logits_of_step = batch * max(1, self.mixture_components) * self.vocab_size
         steps_at_once = max(1, int(max_logits // logits_of_step))
@@ -81,12 +82,12 @@ class Softmax(nn.Module):
         self,
         hs: jax.Array,
         embedding: jax.Array,
-        temperature: float | jax.Array,
+        logit_scale: float | jax.Array,
         rates: dropout.Dropout = dropout.NO_DROPOUT,
     ) -> jax.Array:
         """Unnormalised log-probabilities [T, B, V]."""
         us, log_weights = self.features(hs, rates)
-        logits = component_logits(us, self.matrix(embedding), self.bias, temperature)
+        logits = component_logits(us, self.matrix(embedding), self.bias, logit_scale)
         if log_weights is None:
             return logits
         return jax.nn.logsumexp(jax.nn.log_softmax(logits) + log_weights[..., None], axis=-2)
@@ -103,7 +104,7 @@ class Softmax(nn.Module):
             us = us.astype(self.dtype)
             log_weights = jax.nn.log_softmax(cells.project(hs, self.mixture.astype(self.dtype)))
         elif self.embedding_size != self.hidden_size:
-            # So that the gradient of the matrix, too, is summed up in at least float32.
+            # With a wide result, the gradient of the matrix is accumulated in float32, too.
             wide = cells.wide(self.dtype)
             projection = self.projection.astype(self.dtype)
             us = jnp.tensordot(hs, projection, axes=1, preferred_element_type=wide)
@@ -122,7 +123,7 @@ class Softmax(nn.Module):
     def score(
         self,
         matrix: jax.Array,
-        temperature: float | jax.Array,
+        logit_scale: float | jax.Array,
         us: jax.Array,
         log_weights: jax.Array | None,
         targets: jax.Array,
@@ -130,25 +131,25 @@ class Softmax(nn.Module):
         """-log p(target) under the softmax or the mixture."""
         if log_weights is not None:
             targets = jnp.broadcast_to(targets[..., None], us.shape[:-1])
-        temperature = jnp.asarray(temperature, cells.wide(us.dtype))
-        log_p = log_probability(us, matrix, self.bias, temperature, targets)
+        logit_scale = jnp.asarray(logit_scale, cells.wide(us.dtype))
+        log_p = log_probability(us, matrix, self.bias, logit_scale, targets)
         return -log_p if log_weights is None else -jax.nn.logsumexp(log_weights + log_p, axis=-1)
 
 
 def component_logits(
-    us: jax.Array, matrix: jax.Array, bias: jax.Array, temperature: float | jax.Array
+    us: jax.Array, matrix: jax.Array, bias: jax.Array, logit_scale: float | jax.Array
 ) -> jax.Array:
     """The logits [..., V] of us [..., E] and a matrix [V, E], in at least float32."""
     wide = cells.wide(us.dtype)
     contract = (((us.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
-    return (logits + cells.stretch(bias, logits)) * jnp.asarray(temperature, wide)
+    return (logits + cells.stretch(bias, logits)) * jnp.asarray(logit_scale, wide)
 
 
 def _in_chunks(
     score: Score, chunks: int, us: jax.Array, log_weights: jax.Array | None, targets: jax.Array
 ) -> jax.Array:
-    """Calls `score` on some steps at a time; the backward pass computes their logits again."""
+    """Calls `score` on a few steps at a time; the backward pass recomputes their logits."""
     if chunks == 1:
         return score(us, log_weights, targets)
     steps, batch = targets.shape
@@ -164,12 +165,12 @@ def _in_chunks(
     return nats.reshape(chunks * size, batch)[:steps]
 
 
-def _flat(
+def _score_flat(
     score: Score, us: jax.Array, log_weights: jax.Array | None, targets: jax.Array
 ) -> jax.Array:
-    """Calls `score` with one leading axis, for which XLA copies fewer logits than for two.
+    """Calls `score` with time and batch as one axis, for which XLA copies fewer logits.
 
-    The batch comes first in that axis, so each device keeps its part of the batch.
+    The batch is the slower part of that axis, so each device keeps its own rows.
     """
 
     def flatten(a: jax.Array) -> jax.Array:
@@ -181,32 +182,32 @@ def _flat(
 
 @jax.custom_vjp
 def log_probability(
-    us: jax.Array, matrix: jax.Array, bias: jax.Array, temperature: jax.Array, targets: jax.Array
+    us: jax.Array, matrix: jax.Array, bias: jax.Array, logit_scale: jax.Array, targets: jax.Array
 ) -> jax.Array:
     """log softmax(logits)[target] for us [..., E] and targets [...].
 
-    The gradient at the logits is computed once, in the compute dtype. Without this the compiler
-    computes it from float32 logits in each of the three places that read it.
+    The gradient with respect to the logits is computed once, in the compute dtype. Without this
+    custom derivative, the compiler computes it from float32 logits in each of its three uses.
     """
-    return _log_probability(us, matrix, bias, temperature, targets)[0]
+    return _log_probability(us, matrix, bias, logit_scale, targets)[0]
 
 
 def _log_probability(
-    us: jax.Array, matrix: jax.Array, bias: jax.Array, temperature: jax.Array, targets: jax.Array
+    us: jax.Array, matrix: jax.Array, bias: jax.Array, logit_scale: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    logits = component_logits(us, matrix, bias, temperature)
+    logits = component_logits(us, matrix, bias, logit_scale)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    saved = (us, matrix, bias, temperature, targets, logits, normaliser)
+    saved = (us, matrix, bias, logit_scale, targets, logits, normaliser)
     return chosen - normaliser, saved
 
 
 def _log_probability_backward(saved: tuple[jax.Array, ...], d_log_p: jax.Array) -> Any:
-    us, matrix, bias, temperature, targets, logits, normaliser = saved
+    us, matrix, bias, logit_scale, targets, logits, normaliser = saved
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     one_hot = (ids == targets[..., None]).astype(logits.dtype)
     d_logits = d_log_p[..., None] * (one_hot - jnp.exp(logits - normaliser[..., None]))
-    d_temperature = (d_logits * logits).sum() / temperature
+    d_logit_scale = (d_logits * logits).sum() / logit_scale
 
     def backpropagate(
         plan: plans.SoftmaxPlan, d_logits: jax.Array, us: jax.Array, matrix: jax.Array
@@ -228,8 +229,8 @@ def _log_probability_backward(saved: tuple[jax.Array, ...], d_log_p: jax.Array) 
         return d_us, d_matrix, d_bias
 
     make_plan = functools.partial(plans.make_softmax_plan, dtype=us.dtype)
-    gradients = plans.follow(make_plan, backpropagate, temperature * d_logits, us, matrix)
-    return *gradients, d_temperature, None
+    gradients = plans.follow(make_plan, backpropagate, logit_scale * d_logits, us, matrix)
+    return *gradients, d_logit_scale, None
 
 
 log_probability.defvjp(_log_probability, _log_probability_backward)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import cells, dropout, layers, rnn
+from mogrifier_jax.nn import cells, dropout, layers, model_options, rnn
 
 check = errors.check
 # One for each layer.
@@ -23,11 +23,12 @@ def zero_carry(module: Any, batch_size: int) -> Carries:
     """A zero carry for each layer of a stack or model."""
     make = layers.find_cell(module.cell)
     cell = make(module.hidden_size, dtype=module.dtype, parent=None)
-    return (cell.initialize_carry(None, (batch_size, module.hidden_size)),) * module.num_layers
+    carry = cell.initialize_carry(None, (batch_size, module.hidden_size))
+    return (cell.to_state(carry, module.dtype),) * module.num_layers
 
 
 class Stack(nn.Module):
-    """Runs layers of the same cell over a window; `output` says how they are combined."""
+    """Layers of the same cell; `output` says how their outputs are combined."""
 
     num_layers: int
     hidden_size: int
@@ -43,15 +44,7 @@ class Stack(nn.Module):
 
     def setup(self) -> None:
         """Checks the options and makes the layers."""
-        check(self.num_layers >= 1, f"num_layers {self.num_layers} must be at least 1")
-        check(
-            self.output in ("sum", "residual", "last"),
-            f"output {self.output!r} is not known; use 'sum', 'residual' or 'last'",
-        )
-        check(
-            self.state_mask in ("window", "step"),
-            f"state_mask {self.state_mask!r} is not known; use 'window' or 'step'",
-        )
+        model_options.check(self, "num_layers", "output", "state_mask")
         make = functools.partial(layers.find_cell(self.cell), **dict(self.cell_options))
         self.layers = [
             rnn.RNN(
@@ -109,10 +102,10 @@ class Stack(nn.Module):
         xs: jax.Array,
         rates: dropout.Dropout = dropout.NO_DROPOUT,
     ) -> tuple[Carries, jax.Array, list[Any]]:
-        """Calls `run(layer, carry, xs)` for each layer, with dropout of what it reads and returns.
+        """Calls `run(layer, carry, xs)` for each layer, with dropout of its inputs and outputs.
 
-        Returns the carry, the output of the stack, and what `run` returns beside carry and hs.
-        Without a carry it starts from the initial one.
+        Returns the carry, the output of the stack, and what `run` returns after carry and hs. A
+        carry of None is the initial one.
         """
         carry = self.initial_carry(xs.shape[1]) if carry is None else carry
         check(

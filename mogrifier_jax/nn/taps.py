@@ -1,6 +1,6 @@
-"""Taps: functions that stand where a cell expects a matrix, and take over its matmul.
+"""Taps: functions that are passed to a cell in place of its matrices and do the matmuls themselves.
 
-`recurrence.py` uses them to see the input and the output of every linear map of a step. Only
+`recurrence.py` uses them to intercept the input and the output of every linear map of a step. Only
 `cells.project` and `cells.affine` call them. Axes: T time, B batch, I inputs of a map.
 """
 
@@ -20,10 +20,10 @@ OutputOf = Callable[[str, jax.Array, jax.Array | None], jax.Array]
 
 
 class Taps:
-    """A parameter tree, taken apart into linear maps, their biases, and other vectors.
+    """A parameter tree, split into linear maps, their biases, and other vectors.
 
     The name of a map is the path of its first matrix in the tree. An output includes the bias of
-    the map, except in a dtype narrower than float32, where the sum would be rounded once more.
+    the map, except in a dtype narrower than float32, because the sum would be rounded once more.
 
     Args:
       params: a tree in the storage dtype. Leaves with two or more axes are matrices; a `bias`
@@ -114,8 +114,8 @@ class Taps:
     def apply(self, name: str, x: jax.Array, maps: dict[str, Matrices]) -> jax.Array:
         """The output of a map for x; `maps` is `self.maps`, or `multiply_factors` of it."""
         if self._round_before_cast and not self.is_thin(name):
-            # XLA leaves the cast of a rounded x where it is. Otherwise it moves the cast to where x
-            # is computed, and a TPU takes longer to write bfloat16.
+            # XLA does not move the cast of a rounded x. Otherwise it would fuse the cast into the
+            # computation of x, and a TPU takes longer to write bfloat16.
             to = jnp.finfo(self.operand_dtype)
             x = jax.lax.reduce_precision(x, to.nexp, to.nmant)
         for matrix in maps[name]:
@@ -249,6 +249,6 @@ def sum_leading(x: jax.Array, num_axes: int, by_matmul: bool = False) -> jax.Arr
     """Sums over the first `num_axes` axes in at least float32, as a matmul by ones if asked to."""
     if not by_matmul:
         return cells.widen(x).sum(tuple(range(num_axes)))
-    # XLA would turn a matmul by one row of ones into a product and a sum. It leaves eight alone.
+    # XLA would rewrite a matmul by a single row of ones as a product and a sum, but not by eight.
     ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
     return jnp.tensordot(ones, x, num_axes, preferred_element_type=cells.wide(x.dtype))[0]

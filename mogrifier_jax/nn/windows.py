@@ -1,4 +1,4 @@
-"""Runs a cell over a window: by the plan of its platform, in chunks if memory is short.
+"""Runs a cell over a window by the plan of its platform, in chunks if `remat_window` is set.
 
 Axes: T time, B batch, H hidden features. `recurrence.py` has the algorithm, `plans.py` the plans.
 """
@@ -33,10 +33,16 @@ def scan(
         them only in `cells.project` and `cells.affine`. A `bias` belongs to the matrix beside it.
       dtype: the dtype of the matmuls.
       input_map: {"input", "bias"}, a map to apply to x before the step, or None.
-      remat_window: keep the carry only once in this many steps, and compute the rest again.
+      remat_window: store the carry only once in this many steps, and recompute what lies between.
+      unroll: how many steps of a loop are compiled one after the other.
+
+    In a program with a symbolic time axis, which `jax.export` may make, `remat_window` and `unroll`
+    have no effect, because nothing can be said about how they divide the time.
     """
-    run = functools.partial(_run_window, step, jnp.dtype(dtype), unroll)
+    if not isinstance(xs.shape[0], int):
+        remat_window, unroll = None, 1
     steps = xs.shape[0]
+    run = functools.partial(_run_window, step, jnp.dtype(dtype), unroll)
     if remat_window is None or remat_window >= steps:
         return run(params, input_map, carry, xs, masks)
 
@@ -99,7 +105,7 @@ def _run_with_padded_rows(
     xs: jax.Array,
     masks: recurrence.Masks,
 ) -> tuple[cells.State, jax.Array]:
-    """Runs a window with several rows for each row, of which all but the first are zeros."""
+    """Runs a window whose rows are each followed by rows of zeros, and drops their results."""
     factor = setting.plan.rows_from_one
 
     def pad(a: jax.Array, axis: int) -> jax.Array:

@@ -10,7 +10,7 @@ All kinds share one interface, so the training loop has no branches:
     weights = average.value(state, params)         # The candidate that scored best.
 
 Flags and counts are traced arrays, so switching an average on does not recompile. `schedule.py`
-decides when that happens.
+decides when to do so.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ from mogrifier_jax import errors
 
 
 class Averaging(NamedTuple):
-    """One way of averaging; see the module's docstring for the order of calls."""
+    """An averaging scheme; see the docstring of the module for the order of calls."""
 
     init: Callable[[optax.Params], Any]
     update: Callable[[Any, optax.Params], Any]
     value: Callable[[Any, optax.Params], optax.Params]
     candidates: Callable[[Any, optax.Params], tuple[optax.Params, ...]]
-    is_on: Callable[[Any], Any]  # Whether any mean has weights in it.
+    is_on: Callable[[Any], Any]  # Whether any mean is not empty.
     after_evaluation: Callable[..., Any] = lambda state, *cross_entropies: state
-    start: Callable[[Any], Any] = lambda state: state  # What a trigger switches on.
+    start: Callable[[Any], Any] = lambda state: state  # Called when averaging is triggered.
 
 
 class RunningMean(NamedTuple):
@@ -43,7 +43,7 @@ class RunningMean(NamedTuple):
 
 
 class TriggeredState(NamedTuple):
-    """A mean that collects nothing before it is switched on, and never stops or restarts."""
+    """A mean that is empty until it is switched on, and never stops or restarts."""
 
     on: jax.Array
     average: RunningMean
@@ -64,7 +64,7 @@ class Watch(NamedTuple):
 
 
 class WatchedTailsState(NamedTuple):
-    """Two tails that are given up when they stagnate, and the raw weights as an alternative."""
+    """Two tails that restart when they stagnate, and the raw weights as an alternative."""
 
     short: RunningMean
     long: RunningMean
@@ -125,7 +125,7 @@ def _triggered() -> Averaging:
 
 
 def _two_tailed() -> Averaging:
-    """Two-Tailed Averaging (arXiv:2209.12581): no trigger to choose, a good average at any time."""
+    """Two-Tailed Averaging (arXiv:2209.12581), which needs no trigger."""
 
     def candidates(state, params):
         return _value(state.short, params), _value(state.long, params)
@@ -142,7 +142,7 @@ def _two_tailed() -> Averaging:
         update=lambda state, params: TwoTailedState(
             _add(state.short, params), _add(state.long, params)
         ),
-        # When the short tail won, it has just become the long one.
+        # If the short tail was better, it has just become the long one.
         value=lambda state, params: _value(state.long, params),
         candidates=candidates,
         is_on=lambda state: (state.short.n > 0) | (state.long.n > 0),
@@ -180,7 +180,7 @@ def _watched_tails(stagnating_evaluations: int) -> Averaging:
         )
         empty = optax.tree.zeros_like(state.short)
         of_short, of_long = watch(state.watch_short, short_xe), watch(state.watch_long, long_xe)
-        # A tail that stagnates is not the best of the run, so nothing that is best is lost.
+        # A tail that stagnates is not the best of the run, so the best weights are not lost.
         switch = (short_xe <= long_xe) | (of_long.stale >= stagnating_evaluations)
         restart = ~switch & (of_short.stale >= stagnating_evaluations)
         long = _where(switch, state.short, state.long)

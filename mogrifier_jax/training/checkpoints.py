@@ -1,14 +1,15 @@
-"""Checkpoints of a training run: saved in the background, verified when they are read.
+"""Checkpoints of a training run: saved in the background, checksums compared when restored.
 
 Orbax writes the arrays and commits a checkpoint by renaming its folder, so a killed run leaves
-either a whole checkpoint or none. It restores flipped bytes as wrong numbers without a word, so
-every leaf is saved with a checksum (`leaves.py`) that is computed again after it is restored.
+either a whole checkpoint or none. It does not notice flipped bits, so every leaf is saved with a
+checksum (`state_arrays.py`) that is verified after it is restored.
 
-    <workdir>/checkpoints/<step>/state            the arrays, flat, named by their path in the state
-    <workdir>/checkpoints/<step>/info/info.json   bookkeeping, shapes, dtypes, checksums and a seal
+    <workdir>/checkpoints/<step>/state            the arrays, named by their path in the state
+    <workdir>/checkpoints/<step>/info/info.json   bookkeeping, checksums and a fingerprint
     <workdir>/checkpoints/<step>.damaged          a checkpoint that failed its checks, set aside
 
-Nothing here knows what is in the state. Config and vocabulary of a run are in `workdirs.py`.
+This module does not depend on what the state contains. `workdirs.py` has the config and the
+vocabulary of a run.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from mogrifier_jax import errors, files
-from mogrifier_jax.training import leaves, workdirs
+from mogrifier_jax import buckets, errors, files
+from mogrifier_jax.training import host_arrays, orbax_storage, state_arrays, workdirs
 
 Which = Literal["latest", "best"]
-PATIENCE = 30.0  # Seconds that a run waits for another one in its workdir to end.
+PATIENCE = 30.0  # Seconds to wait for another run in the workdir to end.
 _LEAF = {"shape": [files.COUNT], "dtype": str, "checksum": str, "key_kind?": str}
-SEALED = {
+INFO_SCHEMA = {
     "content": {
         "step": files.COUNT,
         "best_step": (files.COUNT, None),
@@ -48,23 +49,24 @@ SEALED = {
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` found."""
+    """What `Checkpoints.restore` returns."""
 
     step: int
     state: Any
     info: dict[str, Any]
-    seal: dict[str, Any]  # That of the checkpoint; empty in those of early versions.
+    fingerprint: dict[str, Any]  # Empty in checkpoints of early versions.
 
 
 class Checkpoints:
-    """The checkpoints of one workdir; open it `read_only` beside a run that is writing.
+    """The checkpoints of a workdir; open them `read_only` if a run may be writing there.
 
-    Kept are the last `keep` checkpoints and, for each of them, the one that was the best when it
-    was saved: whichever of them a run resumes from, its best is there.
+    The last `keep` checkpoints are kept and, for each of them, the one that was the best when it
+    was saved. So whichever of them a run resumes from, its best checkpoint exists.
 
     Args:
-      seal: plain values by name that belong to the state. They are saved with it, and it is not
-        restored beside others. What was saved without a seal is not compared.
+      fingerprint: plain values by name that the state depends on. They are saved with it, and a
+        checkpoint with other values is not restored. Checkpoints without a fingerprint are.
+      info: the schema (`files.py`) of the `info` of a checkpoint. One that does not fit is damaged.
     """
 
     def __init__(
@@ -73,39 +75,38 @@ class Checkpoints:
         *,
         keep: int = 2,
         read_only: bool = False,
-        seal: Mapping[str, Any] | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        info: Any = dict,
     ):
         self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
         self._keep = keep
         self._read_only = read_only
-        self._seal = seal or {}
+        self._fingerprint, self._info = fingerprint or {}, info
+        # Only process 0 has a copy of a bucket, so it reads and writes for all.
+        self._single = jax.process_count() > 1 and buckets.is_mirror(self._folder)
+        self._agreed_step: int | None = None  # The newest one, where not all can see the folder.
         self._lock = None if read_only else self._take_over()
-        self._checkpointer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(
-                state=ocp.PyTreeCheckpointHandler(), info=ocp.JsonCheckpointHandler("info.json")
-            )
-        )
+        self._checkpointer = orbax_storage.make_checkpointer(alone=self._single)
         self._bytes = 0  # Of the last state that was saved.
+        self._saved_since_release = False
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        # What ended the block matters more than a save that fails for the same reason.
+        # The exception of the block matters more than a save that fails for the same reason.
         with contextlib.suppress(errors.UsageError) if kind else contextlib.nullcontext():
             self.close()
 
     @property
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, whether good or not, in order."""
-        names = [path.name for path in self._folder.glob("*") if path.name.isdecimal()]
-        # "007" and other alphabets are digits too, but not as we write them.
-        return sorted(int(name) for name in names if str(int(name)) == name)
+        """The steps of all committed checkpoints in order, whether good or damaged."""
+        return _list_steps(self._folder)
 
     @property
     def latest_step(self) -> int | None:
         """The newest step with a committed checkpoint."""
-        return max(self.steps, default=None)
+        return self._agreed_step if self._single else max(self.steps, default=None)
 
     @property
     def best_step(self) -> int | None:
@@ -116,7 +117,7 @@ class Checkpoints:
         """Saves in the background; the buffers of `state` may be donated as soon as this returns.
 
         Args:
-          info: what JSON can hold; floats come back exact, tuples as lists.
+          info: values for JSON; floats are restored exactly, tuples as lists.
           best: whether this is now the best checkpoint of the run.
         """
         if self._read_only:
@@ -124,29 +125,35 @@ class Checkpoints:
         self.wait()
         if (self.latest_step or 0) > step:
             raise errors.UsageError(
-                f"a checkpoint of step {self.latest_step} is newer than step {step}, which is to "
-                f"be saved; go on from the newest or use another workdir than {self._folder.parent}"
+                f"step {step} cannot be saved, because {self._folder.parent} has a newer "
+                f"checkpoint, of step {self.latest_step}; resume from it or use another workdir"
             )
-        arrays = leaves.to_arrays(state)
+        arrays = state_arrays.to_arrays(state)
         content = {
             "step": step,
             "best_step": step if best else self.best_step,
             "info": info,
-            "seal": dict(self._seal),
-            "leaves": leaves.describe(state),
+            "seal": dict(self._fingerprint),
+            "leaves": state_arrays.describe_leaves(state),
         }
         if jax.process_index() == 0:
             self._make_room(step)
-        # Orbax refuses arrays without elements; there is nothing in them to save.
+        # Orbax refuses empty arrays.
         arrays = {name: array for name, array in arrays.items() if array.size}
         self._bytes = sum(array.nbytes for array in arrays.values())
+        self._saved_since_release = True
+        if self._single:
+            self._agreed_step = step
+            arrays = host_arrays.gather(arrays)
+            if jax.process_index() != 0:
+                return
         with self._saving():
             if jax.process_index() == 0 and self._free() < self._bytes + 2**20:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._checkpointer.save(
-                leaves.Folder(self._folder / str(step)),
+                orbax_storage.Folder(self._folder / str(step)),
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(_seal(content))
+                    state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(_add_digest(content))
                 ),
             )
 
@@ -155,15 +162,15 @@ class Checkpoints:
     ) -> Restored | None:
         """Restores the newest (or best) good checkpoint; None if nothing was ever saved.
 
-        A damaged checkpoint is named in a warning and passed over for the one before; once an
-        older one turned out good, a run that resumes sets the damaged ones aside.
+        A damaged checkpoint is skipped with a warning, and the one before it is tried. Once an
+        older one has turned out to be good, a run that resumes sets the damaged ones aside.
 
         Args:
-          abstract_state: `jax.ShapeDtypeStruct`s, with the shardings that are wanted.
-          partial: restore only the leaves of `abstract_state`, which may lack some of the saved.
+          abstract_state: `jax.ShapeDtypeStruct`s with the shardings to restore to.
+          partial: restore only the leaves of `abstract_state`, which may lack some saved ones.
         """
         self.wait()
-        targets = leaves.to_abstract_arrays(abstract_state)
+        targets = state_arrays.to_abstract_arrays(abstract_state)
         failures: dict[int, str] = {}
         while (step := self._next_step(which, failures)) is not None:
             path = self._folder / str(step)
@@ -171,16 +178,18 @@ class Checkpoints:
                 content, arrays = self._read_verified(path, targets, abstract_state, partial)
             except errors.UsageError:
                 raise
-            # Damage comes as whatever the decoder that met it raises, a bare Exception included.
+            # A damaged file may raise anything, even a bare Exception.
             except Exception as error:
                 failures[step] = _shorten(error)
-                # A folder that is gone and no longer named was removed by the run that is writing.
+                # A folder that has disappeared was removed by the run that is writing here.
                 if path.exists() or (which == "best" and self.best_step == step):
                     _warn_of_damage(path, failures[step])
                 continue
             if which == "latest" and not self._read_only:
                 self._set_aside(failures)
-            state = leaves.from_arrays(arrays, abstract_state, content["leaves"])
+            if which == "latest":
+                self._agreed_step = step
+            state = state_arrays.from_arrays(arrays, abstract_state, content["leaves"])
             return Restored(step, state, content["info"], content.get("seal", {}))
         if failures:
             tried = "; ".join(f"{self._folder / str(s)}: {why}" for s, why in failures.items())
@@ -191,14 +200,17 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits for the save under way, then removes the checkpoints that are no longer needed."""
+        """Waits for the save in progress, then removes checkpoints that are no longer needed."""
         with self._saving():
             self._checkpointer.wait_until_finished()
         if not self._read_only and jax.process_index() == 0:
             self._prune()
+        if self._saved_since_release:
+            orbax_storage.release_memory()
+            self._saved_since_release = False
 
     def close(self) -> None:
-        """Finishes what is under way and lets others write here."""
+        """Waits for the save in progress, and releases the lock of the folder."""
         try:
             self.wait()
         finally:
@@ -212,19 +224,19 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """A save that fails becomes one sentence; what was saved before stays."""
+        """Turns the failure of a save into one sentence; earlier checkpoints are kept."""
         try:
             yield
-        # The storage library raises its own kinds for a full disk, a quota or a lost mount.
+        # TensorStore has exceptions of its own for a full disk, a quota or a lost mount.
         except Exception as error:
             raise errors.UsageError(
                 f"no checkpoint could be saved in {self._folder} ({_shorten(error)}): "
-                f"{self._find_limit(error)}, then the same command goes on from step "
+                f"{self._find_limit(error)}, then repeat the command, which resumes from step "
                 f"{self.latest_step or 0}"
             ) from None
 
     def _find_limit(self, error: Exception) -> str:
-        """What keeps a checkpoint from being saved, as far as that can be told, and the remedy."""
+        """The probable reason why a checkpoint could not be saved, and the remedy."""
         place = os.statvfs(self._folder)
         if place.f_files and not place.f_favail:
             return "the disk has no inode for another file; delete files there"
@@ -235,10 +247,10 @@ class Checkpoints:
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
             return f"no file may be larger than {largest:,} bytes; raise that limit (ulimit -f)"
-        return "the disk has room; see its quota, its permissions and its state"
+        return "the disk has room; check its quota, its permissions and its health"
 
     def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
-        """The next step to try, read anew as a run may be writing; process 0 decides for all."""
+        """The next step to try; process 0 decides, and lists anew, because a run may be writing."""
         candidates = self.steps[::-1] if which == "latest" else self._best_steps(failures)
         if which == "best" and not candidates and self.steps and not failures:
             raise errors.UsageError(
@@ -250,14 +262,14 @@ class Checkpoints:
         return None if step < 0 else step
 
     def _best_steps(self, failures: dict[int, str] | None = None) -> list[int]:
-        """What readable checkpoints, newest first, name as the best; notes why others do not."""
+        """The best steps according to readable checkpoints, newest first; notes failures."""
         best = []
         for step in self.steps[::-1]:
             path = self._folder / str(step)
             try:
                 best.append(_read_content(path)["best_step"])
             except (ValueError, OSError) as error:
-                # A folder that is gone was removed by the run that is writing.
+                # A folder that has disappeared was removed by the run that is writing here.
                 if failures is not None and step not in failures and path.exists():
                     failures[step] = _shorten(error)
                     _warn_of_damage(path, failures[step])
@@ -273,39 +285,47 @@ class Checkpoints:
         """Reads a checkpoint and verifies its checksums; raises in all processes or in none."""
         failure, content, arrays = None, {}, {}
         try:
-            content = _read_content(path)
-            self._check_seal(content.get("seal", {}))
-            leaves.compare(content["leaves"], abstract_state, partial=partial)
-            if irregular := files.find_irregular(path):
-                raise OSError(f"{irregular} is not a file")
-            arrays = leaves.read_arrays(path / "state", targets)
+            if not self._single or jax.process_index() == 0:
+                content = _read_content(path)
+                if reason := files.mismatch(content["info"], self._info, "info"):
+                    raise ValueError(f"info.json: {reason}")
+                self._check_fingerprint(content.get("seal", {}))
+                state_arrays.check_compatible(content["leaves"], abstract_state, partial=partial)
+                if irregular := files.find_irregular(path):
+                    raise OSError(f"{irregular} is not a file")
+                folder = path / "state"
+                arrays = orbax_storage.read_arrays(folder, targets, on_host=self._single)
         except Exception as error:
             failure = error
-        # One process may meet damage in what the others do not read.
+        # The damage may be in a part that only some processes read.
         if not _all_processes(failure is None):
             raise failure or OSError("another process could not read it")
-        for name, checksum in leaves.compute_checksums(arrays).items():
+        if self._single:
+            content = json.loads(host_arrays.broadcast(json.dumps(content).encode()))
+            arrays = host_arrays.spread(arrays, targets)
+        for name, checksum in state_arrays.compute_checksums(arrays).items():
             if checksum != content["leaves"][name]["checksum"]:
                 raise OSError(f"the checksum of {name} is wrong")
         return content, arrays
 
-    def _check_seal(self, saved: Mapping[str, Any]) -> None:
-        if not (saved and self._seal):
+    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
+        if not (saved and self._fingerprint):
             return
-        before, now = (workdirs.sealed_digests(each) for each in (saved, self._seal))
-        # A corpus is not always read, and early versions did not seal it.
+        before, now = (workdirs.corpus_digests(each) for each in (saved, self._fingerprint))
+        # A corpus is not always read, and early versions did not remember it.
         if changed := [name for name in before if before[name] != now.get(name, before[name])]:
             raise errors.UsageError(
                 f"the corpus is not the one that the run in {self._folder.parent} was trained on: "
-                f"the text of {', '.join(changed)} is another; restore the text to go on, or start "
-                "a new run in another workdir"
+                f"the text of {', '.join(changed)} has changed; restore the text to resume, or "
+                "start a new run in another workdir"
             )
-        # Defaults are not sealed, so that what is on one side only differs as well.
+        # Fingerprints omit defaults, so a value that only one of them has differs as well.
         differences = [
             f"{name} {saved.get(name, 'by default')} (as trained) vs "
-            f"{self._seal.get(name, 'by default')} (now)"
-            for name in sorted({*saved, *self._seal})
-            if saved.get(name) != self._seal.get(name) and not name.startswith(workdirs.CORPUS)
+            f"{self._fingerprint.get(name, 'by default')} (now)"
+            for name in sorted({*saved, *self._fingerprint})
+            if saved.get(name) != self._fingerprint.get(name)
+            and not name.startswith(workdirs.CORPUS)
         ]
         if differences:
             raise errors.UsageError(
@@ -314,13 +334,13 @@ class Checkpoints:
             )
 
     def _take_over(self):
-        """Claims the folder for writing and tidies up after a killed run."""
+        """Locks the folder for writing, and cleans up after a killed run."""
         lock = None
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = workdirs.open_lock(self._folder / "lock")
             if self._wait_for(lock):
-                _tidy(self._folder)
+                _clean_up(self._folder)
             else:
                 lock.close()
                 lock = None
@@ -332,7 +352,7 @@ class Checkpoints:
         return lock
 
     def _wait_for(self, lock: IO[str]) -> bool:
-        """Takes the lock; a run that was just told to stop has some time to save and end."""
+        """Takes the lock; another run that was just told to stop has time to save and exit."""
         if workdirs.lock(lock):
             return True
         logging.warning("another run is writing to %s; waiting for its end", self._folder.parent)
@@ -344,7 +364,7 @@ class Checkpoints:
         return False
 
     def _make_room(self, step: int) -> None:
-        """Moves a checkpoint of the same step out of the way until the new one is committed."""
+        """Renames a checkpoint of the same step until the new one is committed."""
         if os.path.lexists(self._folder / str(step)):
             _remove(self._folder / f"{step}.replaced")
             (self._folder / str(step)).rename(self._folder / f"{step}.replaced")
@@ -356,9 +376,9 @@ class Checkpoints:
         try:
             bests = [_read_content(self._folder / str(step))["best_step"] for step in newest]
         except (ValueError, OSError):
-            return  # A damaged one does not say which was the best: keep them all.
-        for step in set(steps) - {*newest, *bests}:
-            # Renamed first: a folder half removed by a killed run must not look like a checkpoint.
+            return  # A damaged one does not tell which was the best, so all are kept.
+        for step in sorted(set(steps) - {*newest, *bests}, reverse=True):  # A best one goes last.
+            # Renamed first, so that a half removed folder does not look like a checkpoint.
             _remove(_rename_to_free(self._folder / str(step), f"{step}.removed"))
 
     def _set_aside(self, steps: Iterable[int]) -> None:
@@ -369,19 +389,19 @@ class Checkpoints:
 
 
 def _shorten(error: Exception) -> str:
-    """The first line of what the storage library says, without its details."""
+    """The first line of TensorStore's message, without its details."""
     text = str(error).strip().split("\n")[0].split(" See full ")[0]
     return text[:200] or type(error).__name__
 
 
 def _warn_of_damage(path: pathlib.Path, why: str) -> None:
     logging.warning(
-        "checkpoint of step %s is damaged: %s (%s); it is passed over", path.name, path, why
+        "checkpoint of step %s is damaged: %s (%s); it is skipped", path.name, path, why
     )
 
 
-def _seal(content: dict[str, Any]) -> dict[str, Any]:
-    content = json.loads(json.dumps(content))  # As it will be read, which is what is digested.
+def _add_digest(content: dict[str, Any]) -> dict[str, Any]:
+    content = json.loads(json.dumps(content))  # As it will be read.
     return {"content": content, "sha256": _digest(content)}
 
 
@@ -390,20 +410,36 @@ def _digest(content: Any) -> str:
 
 
 def _read_content(path: pathlib.Path) -> dict[str, Any]:
-    """The sealed JSON of a checkpoint; ValueError or OSError if it is not as it was written."""
+    """The JSON of a checkpoint; ValueError or OSError if it is not as it was written."""
     try:
-        sealed = files.read_json(path / "info" / "info.json", SEALED, remedy="")
-    except errors.UsageError as error:  # Damage, for which there may be another checkpoint.
+        signed = files.read_json(path / "info" / "info.json", INFO_SCHEMA, remedy="")
+    except errors.UsageError as error:  # There may be another checkpoint that is not damaged.
         raise OSError(str(error)) from None
-    if sealed["sha256"] != _digest(sealed["content"]):
+    if signed["sha256"] != _digest(signed["content"]):
         raise ValueError("info.json does not match its own checksum")
-    if sealed["content"]["step"] != int(path.name):
-        raise ValueError(f"it is a copy of the checkpoint of step {sealed['content']['step']}")
-    return sealed["content"]
+    if signed["content"]["step"] != int(path.name):
+        raise ValueError(f"it is a copy of the checkpoint of step {signed['content']['step']}")
+    return signed["content"]
 
 
-def _tidy(folder: pathlib.Path) -> None:
-    """Removes what a killed run left half written or half removed."""
+def read_fingerprint(workdir: str | os.PathLike) -> dict[str, Any]:
+    """The fingerprint of the newest readable checkpoint of a run; empty if there is none."""
+    folder = pathlib.Path(workdir) / "checkpoints"
+    for step in _list_steps(folder)[::-1]:
+        with contextlib.suppress(ValueError, OSError):
+            return _read_content(folder / str(step)).get("seal", {})
+    return {}
+
+
+def _list_steps(folder: pathlib.Path) -> list[int]:
+    """The steps of all committed checkpoints in order."""
+    names = [path.name for path in folder.glob("*") if path.name.isdecimal()]
+    # isdecimal also accepts "007" and the digits of other scripts.
+    return sorted(int(name) for name in names if str(int(name)) == name)
+
+
+def _clean_up(folder: pathlib.Path) -> None:
+    """Removes what a killed run has half written or half removed."""
     for pattern in ("*.orbax-checkpoint-tmp*", "*.removed*"):
         for path in folder.glob(pattern):
             _remove(path)
@@ -411,7 +447,7 @@ def _tidy(folder: pathlib.Path) -> None:
 
 
 def _remove(path: pathlib.Path) -> None:
-    """Removes what is in the place of a checkpoint; of a link only the link."""
+    """Removes a file or folder; of a symbolic link only the link itself."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -419,7 +455,7 @@ def _remove(path: pathlib.Path) -> None:
 
 
 def _settle_replaced(folder: pathlib.Path) -> None:
-    """Removes checkpoints that were replaced; takes one back whose place is empty."""
+    """Removes checkpoints that were replaced, and restores one that was not."""
     for path in folder.glob("*.replaced"):
         if os.path.lexists(path.with_suffix("")):
             _remove(path)
@@ -436,7 +472,7 @@ def _rename_to_free(path: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _all_processes(ok: bool) -> bool:
-    """Whether it went well in every process."""
+    """Whether `ok` is true in every process."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.array(ok))))

@@ -1,9 +1,9 @@
-"""A text scored in order without dropout, and the evaluation before each turn.
+"""Scoring a text in order without dropout, and the evaluation before each turn.
 
-Axes: W windows of one dispatch, K logit scales, B stripes, T time, N tokens of the text. A pass
-runs in dispatches of W windows, so that it can show its running score. How many windows are
-scored is traced, so the last dispatch, which has fewer, needs no program of its own.
-`montecarlo.py` averages over dropout masks, and `dyneval.py` adapts the weights.
+Axes: W windows of one dispatch, K logit scales, B stripes, T time, N tokens of the text. A pass is
+made of dispatches of W windows, so that it can show its running score. The number of windows is
+traced, so the last dispatch, which may have fewer, needs no program of its own. `montecarlo.py`
+averages over dropout masks, and `dyneval.py` adapts the weights.
 
 A logit scale multiplies the logits: it is lamb's softmax temperature, and records call it
 "temperature".
@@ -33,14 +33,14 @@ LOG_SECONDS = 30.0  # Between lines where there is no terminal.
 
 
 class Sum(NamedTuple):
-    """A sum with the count of what was summed, so that means of parts combine exactly."""
+    """A sum and the number of its terms, so that the means of parts combine exactly."""
 
     total: Any  # Scalar or array; float32 on devices, float64 on the host.
     count: Any
 
     def mean(self) -> float:
         """The mean over all elements, divided once, in float64; of nothing it is nan."""
-        # Converted first: numpy would leave the sum of a jax array to jax, in float32.
+        # Converted first, because NumPy would let JAX sum its own array in float32.
         total, count = np.asarray(self.total, np.float64), np.asarray(self.count, np.int64)
         return float(total.sum()) / int(count.sum()) if count.sum() else math.nan
 
@@ -57,21 +57,21 @@ class TokenScores(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What the windows of a plan ask for, on the host."""
+    """The target tokens of all windows of a plan, on the host."""
 
     tokens: np.ndarray  # [windows, B, T] int32.
     valid: np.ndarray  # [windows, B, T] bool.
     carries: bool
 
     def in_order(self, nats: np.ndarray) -> TokenScores:
-        """The nats of the first windows without padding: stripe after stripe, or as they come."""
+        """The scores of the first windows without padding, in the order of the text."""
         parts = (a[: len(nats)] for a in (self.tokens, nats, self.valid))
         tokens, nats, valid = (a.swapaxes(0, 1) if self.carries else a for a in parts)
         return TokenScores(tokens[valid], nats[valid].astype(np.float32))
 
 
 def read_targets(plan: tasks.Plan) -> Targets:
-    """Cuts all windows of a plan, without scoring them."""
+    """Reads the targets of all windows of a plan, without scoring them."""
 
     def at(index, stream):
         batch = plan.batch_at(stream, index)
@@ -88,7 +88,7 @@ def read_targets(plan: tasks.Plan) -> Targets:
 
 
 class WindowScores(NamedTuple):
-    """The scores of the W windows of one dispatch; zeros after the last window it was asked for."""
+    """The scores of the W windows of one dispatch; entries past the last window are zero."""
 
     nats: Any  # [W, K, B, T] if they are kept, or else ().
     sums: Any  # [W, K], in float32.
@@ -96,10 +96,10 @@ class WindowScores(NamedTuple):
 
 
 class Deterministic:
-    """Scores weights without dropout; compiles once for any weights and for each K.
+    """Scores weights without dropout; compiles once for each K, whatever the weights.
 
-    Sums have a program of their own. In the program that also returns the nats of all tokens XLA
-    may add them up in another order, and then training would record other numbers.
+    Sums have a program of their own, because XLA may sum in another order in the program that also
+    returns the nats of all tokens, and training would record other numbers.
     """
 
     def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
@@ -156,7 +156,7 @@ class Deterministic:
         everywhere = in_place = None
         if mesh := self.plan.mesh:
             everywhere = partitioning.replicated(mesh)
-            # Placed the same before and after a dispatch, or else it would be compiled twice.
+            # The same sharding before and after a dispatch avoids a second compilation.
             in_place = partitioning.shardings({"carry": jax.eval_shape(zeros)}, mesh)["carry"]
         self._zero_carry = jax.jit(zeros, out_shardings=in_place)
         return jax.jit(run, donate_argnames="carry", out_shardings=(everywhere, in_place))
@@ -175,8 +175,8 @@ def score_windows(
                 {"params": params}, batch, carry, None, logit_scale, method="batch_nats"
             )
 
-        # What does not depend on the scale is not repeated.
-        nats, after = jax.vmap(at, out_axes=(0, None))(logit_scales)
+        # vmap does not repeat what does not depend on the scale.
+        after, nats = jax.vmap(at, out_axes=(None, 0))(logit_scales)
         return after, WindowScores(
             nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch)
         )
@@ -187,7 +187,7 @@ def score_windows(
 def over_windows(score, state, batch_at, stream, first, count, chunk):
     """Runs score(state, batch, index) -> (state, scores) on `count` of W windows.
 
-    Returns all scores, [W, ...] with zeros after the last one, and the state.
+    Returns the scores [W, ...], with zero padding past `count`, and the state.
     """
 
     def at(state, index):
@@ -214,7 +214,7 @@ def dispatches(
 ) -> Iterator[tuple[Any, Any]]:
     """Calls run(state, first, count) -> (scores, state) until all windows are done; yields both.
 
-    `show()` makes the text behind the bar, after the caller has seen the scores of a dispatch.
+    `show()` returns the text beside the bar, after the caller has received the scores.
     """
     logged = time.monotonic()
     with tqdm.tqdm(total=windows, desc=title, disable=None if title else True, leave=False) as bar:
@@ -237,15 +237,15 @@ def collect_nats(
     chunk: int,
     title: str = "",
 ) -> tuple[np.ndarray, Any]:
-    """Calls run(state, first, count) -> (nats [W, ..., B, T], state) until all is scored.
+    """Calls run(state, first, count) -> (nats [W, ..., B, T], state) for all windows.
 
-    It ends early once nothing finite is left; what comes after is nan then.
+    It ends early once no result is finite, and the rest is padded with nan.
     """
     parts: list[np.ndarray] = []
     total: Any = np.float64(0)
 
     def show():
-        # Of several results at a time the best one is shown.
+        # The best of several results is shown.
         best = np.min(np.where(np.isfinite(total), total, np.inf))
         return f"{best / max(1, targets.valid[: len(parts) * chunk].sum()):.4f} nats"
 
@@ -266,7 +266,7 @@ def limit_windows(plan: tasks.Plan, max_windows: int | None) -> int:
 
 
 def zero_carry(model: Any, plan: tasks.Plan) -> Any:
-    """What the first window starts from; fresh arrays, as a dispatch may take them over."""
+    """The carry of the first window, as new arrays, because dispatches donate them."""
     return jax.tree.map(jnp.copy, model.zero_carry(plan.batch_size)) if plan.carries else ()
 
 
@@ -276,8 +276,8 @@ def search_temperature(
     """lamb's search: down the grid until two successive values fail to beat the best.
 
     Args:
-      evaluate: the nats at each of some logit scales.
-      at_once: how many are tried in one call, where that costs little.
+      evaluate: returns the nats at each of several logit scales.
+      at_once: how many scales are tried in one call, which costs little more than one.
     """
     best, best_xe, failures = 1.0, math.inf, 0
     for first in range(0, len(TEMPERATURES), at_once):
@@ -293,7 +293,7 @@ def search_temperature(
 
 
 class Scores(NamedTuple):
-    """What is known after the evaluation of a turn; nats per token."""
+    """The result of the evaluation of a turn, in nats per token."""
 
     train_nats: float
     valid_nats: float
@@ -362,5 +362,5 @@ def mean_nats(run: Deterministic, params: Any, logit_scale: float, *args: Any) -
 
 
 def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:
-    """As many stripes as in training, but each with at least so many lines of the task's split."""
+    """As many stripes as in training, if each has at least `lines_per_stripe` lines."""
     return max(1, min(batch_size, task.num_lines(split) // lines_per_stripe))

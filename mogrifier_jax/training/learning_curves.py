@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from ml_collections import config_dict
 
 from mogrifier_jax import errors
 from mogrifier_jax.training import metrics, units, workdirs
@@ -28,10 +29,15 @@ def draw(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
     if not valid.size and not train.size:
         raise errors.UsageError(f"{workdir / 'metrics.jsonl'} has no numbers yet; nothing to draw")
 
+    path = workdir / "config.json"
+    config = workdirs.read_config(workdir) if path.exists() else config_dict.ConfigDict()
     fig = figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes = fig.add_subplot()
+    if "data" in config:
+        axes.set_title(f"{config.data.name}: loss in nats and {units.UNITS[unit]}")
     if train.size:
-        axes.plot(*train, color="0.75", linewidth=0.8, label="training, with dropout")
+        label = "training, with dropout" if _has_dropout(config) else "training, step by step"
+        axes.plot(*train, color="0.75", linewidth=0.8, label=label)
     if seen.size:
         axes.plot(*seen, color="tab:orange", linewidth=1.4, label="training, evaluated")
     if valid.size:
@@ -42,6 +48,10 @@ def draw(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
     _limit(axes, train[1], np.concatenate([seen[1], valid[1]]))
     _add_right_axis(axes, unit)
     return save_curves(axes, "nats per token", workdir / "learning_curve.png")
+
+
+def _has_dropout(config: config_dict.ConfigDict) -> bool:
+    return any(config.get("dropout", {}).values())
 
 
 def read_curves(workdir: pathlib.Path) -> tuple[np.ndarray, list[dict[str, Any]]]:

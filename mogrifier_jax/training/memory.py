@@ -12,12 +12,12 @@ _BATCH = "data.window or data.batch_size, or set optimizer.accumulate"
 
 
 def check(run: runs.Run) -> None:
-    """Refuses what no CPU of this machine can hold; accelerators say so themselves."""
+    """Refuses a run that exceeds the memory of this machine; accelerators report it themselves."""
     if jax.default_backend() != "cpu":
         return
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract_state())]
     model = "model.hidden_size, model.num_params or model.num_layers"
-    # What each layer hands on is kept for the backward pass; the rest depends on the cell.
+    # The outputs of each layer are kept for the backward pass; other residuals depend on the cell.
     outputs = run.model.num_layers * run.model.hidden_size * jnp.dtype(run.model.dtype).itemsize
     groups = 1 if run.program.accumulate_at_once else run.program.accumulate
     batch = jax.eval_shape(run.task.batch_at, run.task.stream, jnp.int32(0))

@@ -1,7 +1,7 @@
 """Optimizers: optax transformations that turn gradients into a direction.
 
-The learning rate and the L2 penalty are traced, because trials differ in them without compiling
-again. So neither is part of a transformation: `add_l2` comes before it, and `descend` after it.
+The learning rate and the L2 penalty are traced, so that trials can differ in them and share a
+program. Neither is part of a transformation: `add_l2` comes before it, and `descend` after it.
 """
 
 import math
@@ -57,7 +57,7 @@ def scale_by_adam_eps_hat(
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """Scales all gradients by c / max(norm, c); a norm that is not finite makes them all NaN.
 
-    NaN everywhere is meant: the run then stops instead of going on from a half-broken step.
+    NaN everywhere is intended, because the run then stops instead of continuing from a broken step.
     """
 
     def update(gradients, state, params=None):

@@ -1,7 +1,6 @@
-"""Commands that run side by side on this machine, each with its share of the devices.
+"""Commands that run in parallel on this machine, each with its share of the devices.
 
-`--parallel` of sweeps and of studies is this: a process for each run of a sweep, and a process for
-each worker of a study.
+This is `--parallel`: one process for each run of a sweep, or for each worker of a study.
 """
 
 import os
@@ -20,7 +19,7 @@ POLL_SECONDS = 0.2  # Between looks at the processes.
 
 
 class Job(NamedTuple):
-    """A command, and the file that its output is added to; without one it is shown."""
+    """A command to run. Its output is appended to a file, or shown if there is none."""
 
     name: str
     command: Sequence[str]
@@ -31,9 +30,9 @@ class Ended(NamedTuple):
     """How a job has ended."""
 
     job: Job
-    code: int | None  # None: it was not started, because of a request to stop.
+    code: int | None  # None: not started, because of a request to stop.
     seconds: float = 0.0
-    hardware: str = ""  # What it had to itself.
+    hardware: str = ""  # Its share of the machine.
 
 
 class _Running(NamedTuple):
@@ -50,19 +49,20 @@ class _Running(NamedTuple):
 def check_parallel(parallel: int) -> None:
     """Refuses a number of processes below one."""
     if parallel < 1:
-        raise errors.UsageError(f"--parallel={parallel} must be at least 1 run at a time")
+        raise errors.UsageError(
+            f"--parallel={parallel} must be the number of runs at a time, at least 1"
+        )
 
 
 def run_side_by_side(
     jobs: Sequence[Job], parallel: int, note_end: Callable[[Ended], None] = lambda ended: None
 ) -> Generator[Ended]:
-    """Runs jobs, `parallel` at a time; yields each when it has ended.
+    """Runs jobs, `parallel` at a time, and yields each when it has ended.
 
-    A request to stop is passed on to all jobs. They are also stopped when the caller ends early.
+    A request to stop is forwarded to all jobs. They are also stopped if the caller stops iterating.
 
     Args:
-      note_end: called for every job that was started, also for those that the caller does not see
-        because it ended early.
+      note_end: called for every job that was started, even if the caller has stopped iterating.
     """
     waiting, running, free = list(jobs), list[_Running](), hardware.share(parallel)
     with signals.StopRequests() as stop_requests:
@@ -81,7 +81,7 @@ def run_side_by_side(
                     note_end(each.end())
                     yield each.end()
         finally:
-            _terminate(running)  # When all went well, none is running by now.
+            _terminate(running)  # None is left if all went well.
             for each in running:
                 note_end(each.end())
 
@@ -104,7 +104,7 @@ def _start(job: Job, share: hardware.Share) -> _Running:
 
 
 def _terminate(running: Sequence[_Running]) -> None:
-    """Sends SIGTERM to processes, which makes them save and exit, and waits for them."""
+    """Sends SIGTERM to processes, upon which they save and exit, and waits for them."""
     for each in running:
         each.process.terminate()
     for each in running:

@@ -1,4 +1,4 @@
-"""Traces of chosen steps for TensorBoard and Perfetto (`--profile_steps`)."""
+"""Profiles of chosen steps for TensorBoard and Perfetto (`--profile_steps`)."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from mogrifier_jax import errors
 
 
 class Trace:
-    """A `jax.profiler` trace of the dispatches that hold steps N to M, in <workdir>/profile."""
+    """A `jax.profiler` trace of the dispatches with steps N to M, in <workdir>/profile."""
 
     def __init__(self, workdir: str | os.PathLike, steps: str | None = None):
         self._folder = pathlib.Path(workdir) / "profile"
@@ -21,9 +21,9 @@ class Trace:
 
     @contextlib.contextmanager
     def steps(self, done: int, count: int) -> Iterator[None]:
-        """Put this around the dispatch of `count` steps that follow the first `done` ones."""
-        wanted = done < self._last and done + count >= self._first
-        if wanted and not self._running:
+        """Wraps the dispatch of `count` steps after the first `done` steps."""
+        is_chosen = done < self._last and done + count >= self._first
+        if is_chosen and not self._running:
             jax.profiler.start_trace(self._folder)
             self._running = True
         yield

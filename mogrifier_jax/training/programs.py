@@ -1,8 +1,10 @@
-"""The jitted programs of a run, with shardings: its steps, its averages and its evaluation.
+"""The jitted programs of a run, with their shardings: steps, averages and evaluation.
 
-`runs.py` says what a run is made of, and `train.py` calls these programs. Preflight compiles the
-same steps for chips that are not here.
+`runs.py` makes a run, and `train.py` calls these programs. Preflight compiles the same steps for
+chips that this machine does not have.
 """
+
+from typing import Any
 
 import jax
 
@@ -11,7 +13,7 @@ from mogrifier_jax.training import evaluate, runs, steps
 
 
 class Programs:
-    """What a run compiles; runs that differ only in numbers that are traced may share it."""
+    """What a run compiles; runs that differ only in traced numbers can share it."""
 
     def __init__(self, run: runs.Run):
         average = run.program.average
@@ -21,18 +23,21 @@ class Programs:
         self.candidates = jax.jit(average.candidates)
         self.is_averaged = jax.jit(average.is_on)
         self.best_weights = jax.jit(average.value)
-        # An average that changed its sharding would have the train step compiled again.
+        # If these changed the sharding of the average, the train step would be compiled again.
         self.after_evaluation = jax.jit(average.after_evaluation, out_shardings=shardings.average)
         self.start_averaging = jax.jit(average.start, out_shardings=shardings.average)
         self.evaluate = make_turn_evaluation(run)
 
 
 def jit_train_steps(run: runs.Run) -> jax.stages.Wrapped:
-    """(state, stream, hyper, num_steps=...) to (state, metrics [S]), as training compiles it."""
+    """Returns the jitted train steps.
+
+    `f(state, stream, hyper, num_steps=S)` returns the new state and the metrics [S] of S steps.
+    """
     shardings = shardings_of(run.abstract_state())
 
     def train_steps(state, stream, hyper, num_steps):
-        # The recurrence asks for the mesh: how many rows a device has decides how it runs.
+        # The plan of the recurrence depends on the number of rows that a device has.
         with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
             return steps.train_steps(state, stream, hyper, program=run.program, num_steps=num_steps)
 
@@ -45,7 +50,10 @@ def jit_train_steps(run: runs.Run) -> jax.stages.Wrapped:
 
 
 def make_turn_evaluation(run: runs.Run) -> evaluate.TurnEvaluation:
-    """The evaluation before each turn; its stripes are those of one group of a batch."""
+    """Makes the evaluation that runs before each turn.
+
+    Its batch is as large as that of one gradient accumulation step in training.
+    """
     return evaluate.TurnEvaluation(
         run.model,
         run.task,
@@ -55,6 +63,6 @@ def make_turn_evaluation(run: runs.Run) -> evaluate.TurnEvaluation:
     )
 
 
-def shardings_of(tree):
-    """The sharding of every leaf."""
+def shardings_of(tree: Any) -> Any:
+    """The sharding of every leaf of a tree."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -1,6 +1,6 @@
-"""The progress bar of a run.
+"""The progress of a run: its speed and the time that is left.
 
-On a terminal the bar stays below the log lines; elsewhere progress is a line now and then.
+On a terminal a bar stays below the log lines. Elsewhere a line is logged now and then.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ from mogrifier_jax.training import units
 class Bar:
     """Shows loss, perplexity or bits, tokens per second and the time left.
 
+    The first dispatch of each length compiles a program, so it does not count towards the speed.
+
     Args:
-      total_steps: of the whole run; `first_step` is where this start of it begins.
-      unit: "ppl" for words; "bpc" for characters.
+      total_steps: of the whole run. `first_step` is the step that it starts or resumes from.
+      unit: "ppl" for words, "bpc" for characters.
       seconds: how often a line is logged where there is no terminal.
     """
 
@@ -38,7 +40,8 @@ class Bar:
         self._seconds = seconds
         self._step = first_step
         self._time = self._logged = time.perf_counter()
-        self._rate = 0.0  # Steps per second, smoothed.
+        self._rate = 0.0  # Steps per second, smoothed; 0 is not known yet.
+        self._compiled: set[int] = set()  # Lengths of dispatches.
         self._bar = tqdm.tqdm(
             total=total_steps,
             initial=first_step,
@@ -57,15 +60,17 @@ class Bar:
 
     @property
     def tokens_per_second(self) -> float:
-        """Smoothed over the last updates; time in `paused` does not count."""
+        """Smoothed over the last updates, without compilation and what was `paused`."""
         return self._rate * self._tokens_per_step
 
     def update(self, step: int, loss_nats: float) -> None:
         """Shows that the run has reached `step`."""
-        now = time.perf_counter()
-        rate = (step - self._step) / max(now - self._time, 1e-9)
-        self._rate = 0.8 * self._rate + 0.2 * rate if self._rate else rate
-        self._bar.update(step - self._step)
+        now, count = time.perf_counter(), step - self._step
+        if count in self._compiled:
+            rate = count / max(now - self._time, 1e-9)
+            self._rate = 0.8 * self._rate + 0.2 * rate if self._rate else rate
+        self._compiled.add(count)
+        self._bar.update(count)
         self._step, self._time = step, now
         text = self._text(float(loss_nats))
         self._bar.set_postfix_str(text)
@@ -75,13 +80,16 @@ class Bar:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves what is done meanwhile, such as an evaluation, out of the speed."""
+        """Excludes the time of its block, such as that of an evaluation, from the speed."""
         before = time.perf_counter()
         yield
         self._time += time.perf_counter() - before
 
     def _text(self, loss_nats: float) -> str:
         score = f"{self._unit} {units.number(loss_nats, self._unit)}"
-        left = (self._total_steps - self._step) / self._rate if self._rate else 0
+        text = f"loss {loss_nats:.4f}  {score}"
+        if not self._rate:
+            return text
+        left = (self._total_steps - self._step) / self._rate
         speed = f"{units.quantity(self.tokens_per_second)} tok/s"
-        return f"loss {loss_nats:.4f}  {score}  {speed}  {units.span(left)} left"
+        return f"{text}  {speed}  {units.span(left)} left"

@@ -1,7 +1,7 @@
-"""What a run leaves in its workdir: metrics, decisions, checkpoints and results.
+"""The record of a run in its workdir: metrics, decisions, checkpoints and results.
 
-`train.py` has the loop, which tells the record what it measures. The record refuses numbers that
-are not finite, so what is saved is always good.
+The loop of `train.py` reports its measurements to the record, which refuses numbers that are not
+finite, so that every checkpoint is good.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import (
     checkpoints,
     evaluate,
@@ -30,16 +30,21 @@ from mogrifier_jax.training import (
 )
 
 _norm = jax.jit(optax.tree.norm)
+INFO = {  # Of a checkpoint of a run. Early versions did not remember metrics.
+    "progress": schedule.PROGRESS,
+    "temperature?": (files.Number(float, 0.0), None),
+    "metrics?": (metrics.DIGEST_SCHEMA, None),
+}
 
 
 @contextlib.contextmanager
 def open_record(run: runs.Run, workdir: str) -> Iterator["RunRecord"]:
-    """The record of a run, in a workdir that gets the files which describe the run."""
+    """Opens the record of a run, and writes the files that describe the run."""
     memory.check(run)
     vocabulary = run.task.vocabulary.to_json()
-    seal = workdirs.seal(run.config, vocabulary, run.task.digests)
+    fingerprint = workdirs.make_fingerprint(run.config, vocabulary, run.task.digests)
     workdirs.check_place(workdir)
-    with checkpoints.Checkpoints(workdir, seal=seal) as saved:
+    with checkpoints.Checkpoints(workdir, fingerprint=fingerprint, info=INFO) as saved:
         workdirs.write_run_files(workdir, run.config, vocabulary)
         with contextlib.closing(RunRecord(run, workdir, saved)) as record:
             yield record
@@ -54,7 +59,7 @@ class RunRecord:
         self._writer: metrics.MetricWriter | None = None
 
     def restore(self) -> steps.TrainState | None:
-        """The newest good state of the workdir, if there is one; metrics continue from there."""
+        """The newest good state of the workdir, or None; metrics continue from there."""
         restored = self.saved.restore(self.run.abstract_state())
         step = None
         if restored is not None:
@@ -62,19 +67,19 @@ class RunRecord:
             self.progress = schedule.Progress.from_dict(restored.info["progress"])
             step = restored.step if restored.step or self.progress.history else None
         elif known := max((r["step"] for r in metrics.read_metrics(self.workdir)), default=0):
-            # The first save is waited for, so there was a checkpoint.
+            # Training starts after the first save, so there was a checkpoint.
             raise errors.UsageError(
                 f"{self.workdir} has metrics up to step {known} but no checkpoint: put the folder "
                 "checkpoints back from a copy, or use another workdir; to start from zero here, "
                 "delete metrics.jsonl"
             )
-        sealed = None if restored is None else restored.info.get("metrics")
-        self._writer = metrics.MetricWriter(self.workdir, step, sealed, self.evaluations)
+        digest = None if restored is None else restored.info.get("metrics")
+        self._writer = metrics.MetricWriter(self.workdir, step, digest, self.evaluations)
         return None if restored is None else restored.state
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """What the progress knows of each evaluation, as records of metrics."""
+        """The evaluations that the progress remembers, as records of metrics."""
         return [
             {
                 "step": turn * self.run.rules.steps_per_turn,
@@ -98,7 +103,7 @@ class RunRecord:
 
     @property
     def ended(self) -> schedule.Stop | None:
-        """Why the schedule is over, or None. It follows from what is saved, also after a resume."""
+        """Why the run has ended, or None; it follows from the saved progress alone."""
         progress = self.progress
         return schedule.should_stop(progress, self.run.rules) if progress.history else None
 
@@ -109,14 +114,14 @@ class RunRecord:
 
     @property
     def hyper(self) -> steps.Hyperparameters:
-        """The numbers of the coming steps."""
+        """The hyperparameters of the next steps."""
         rate = self.run.hyper.learning_rate * self.progress.learning_rate_factor
         return self.run.hyper._replace(learning_rate=rate)
 
     def write_steps(self, step: int, measured: Mapping[str, np.ndarray], seconds: float) -> float:
         """Records the metrics [S] of the steps after `step`; returns the mean loss.
 
-        It is NaN if one of the metrics is not finite and the run may go on from its best state.
+        It is NaN if a metric is not finite and the run may restart from its best state.
         """
         means = {name: float(values.mean(dtype=np.float64)) for name, values in measured.items()}
         loss, count = means.pop("loss_nats"), len(measured["loss_nats"])
@@ -124,10 +129,10 @@ class RunRecord:
         self.writer.write(step + count, "train", loss_nats=loss, **means)
         finite = np.isfinite(list(measured.values())).all(0)
         if not finite.all():
-            again = schedule.restart(self.progress, self.run.rules)
-            if again is None:
+            restarted = schedule.restart(self.progress, self.run.rules)
+            if restarted is None:
                 raise self.diverged(f"the loss of step {step + int(np.argmin(finite)) + 1}")
-            self.progress = again
+            self.progress = restarted
             return math.nan
         speed = count * self.run.tokens_per_step / seconds
         self.writer.write_speed(step + count, tokens_per_second=speed)
@@ -147,14 +152,14 @@ class RunRecord:
         if not np.isfinite(_norm(state.params)):
             raise self.diverged("a weight")
         info["progress"] = self.progress.to_dict()
-        info["metrics"] = self.writer.seal()
+        info["metrics"] = self.writer.digest_lines()
         first = self.saved.latest_step is None
         self.saved.save(int(state.step), state, info=info, best=best)
         if first:
-            self.saved.wait()  # A place that cannot be written to shows before the first step.
+            self.saved.wait()  # To fail before the first step if nothing can be written.
 
     def save_now(self, state: steps.TrainState) -> None:
-        """Saves the state before the run is interrupted, unless it is saved already."""
+        """Saves the state of a run that is about to stop, unless it is saved already."""
         self.saved.wait()
         if self.saved.latest_step != int(state.step):
             self.save(state, best=False)
@@ -164,13 +169,18 @@ class RunRecord:
         """The state with the best validation score."""
         best = self.saved.restore(self.run.abstract_state(), which="best")
         assert best is not None, "every run saves its first evaluation"
+        errors.check(
+            best.info.get("temperature") is not None,
+            f"the best checkpoint in {self.workdir}, of step {best.step}, has no temperature, so "
+            "it is not as it was written; restore it from a copy or use another workdir",
+        )
         return best
 
     def restart(self, step: int) -> steps.TrainState:
-        """The best state, to go on with from this step; it is saved, so that a resume does so too.
+        """The best state, to continue from at this step; it is saved for the sake of a resume.
 
-        The carry begins with zeros, because that of the best state belongs to another place in the
-        text.
+        Its carry is reset to zeros, because the carry of the best state belongs to another position
+        in the text.
         """
         self.saved.wait()
         best = self.restore_best()
@@ -182,7 +192,7 @@ class RunRecord:
         values = dict(restarts=self.progress.restarts, best_step=best.step, learning_rate=rate)
         self.writer.write(step, "restart", **values)
         logging.warning(
-            "diverged by step %d: going on from the weights of step %d at a learning rate of %g",
+            "diverged by step %d: continuing from the weights of step %d at a learning rate of %g",
             *(step, best.step, rate),
         )
         if step < self.end_of_turn:  # Otherwise the evaluation that follows saves it.
@@ -192,7 +202,7 @@ class RunRecord:
     def write_results(
         self, best: checkpoints.Restored, nats: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Writes and returns the scores of the best weights on each split: results.json."""
+        """Writes results.json, the scores of the best weights on each split, and returns it."""
         temperature, unit = best.info["temperature"], self.run.task.score_unit
         results: dict[str, Any] = {
             "best_turn": self.progress.best_turn,
@@ -220,7 +230,7 @@ class RunRecord:
     def describe_turn(self, scores: evaluate.Scores, decision: schedule.Decision) -> str:
         """One line about the turn that was just evaluated."""
         unit = self.run.task.score_unit
-        marks = " *" if decision.improved else ""
+        marks = ", best so far" if decision.improved else ""
         marks += ", averaging starts" if decision.start_averaging else ""
         marks += ", learning rate drops" if decision.drop_learning_rate else ""
         return (

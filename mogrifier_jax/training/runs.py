@@ -1,7 +1,7 @@
-"""From a config to a run: what is trained, on what data and devices, by which rules.
+"""From a config to a run: model, data, devices, optimizer and schedule.
 
-`make_run` reads every section of a config, and what does not fit is refused before any compute.
-`programs.py` compiles a run, and `train.py` trains it.
+`make_run` reads every section of a config, and refuses what does not fit before anything is
+computed. `programs.py` compiles a run, and `train.py` trains it.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import averaging, optimizers, schedule, steps
 
-FEW_ROWS = 32  # On a device; docs/performance.md, "enwik8".
+FEW_ROWS = 32  # On a device; docs/performance_notes.md, "enwik8".
 
 
 class Run(NamedTuple):
-    """A config made concrete: what is trained, on what, where, by which rules."""
+    """A config made concrete: the model and its task, on a mesh, with optimizer and schedule."""
 
     config: config_dict.ConfigDict
     mesh: jax.sharding.Mesh
@@ -32,16 +32,16 @@ class Run(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """Global number of stripes."""
+        """The number of stripes, over all devices."""
         return self.config.data.batch_size
 
     @property
     def tokens_per_step(self) -> int:
-        """How many tokens a step reads."""
+        """The number of tokens that a step reads."""
         return self.batch_size * self.config.data.window
 
     def init_state(self) -> steps.TrainState:
-        """A fresh state; trace it under jit or eval_shape."""
+        """The initial state; call it under jit or eval_shape."""
         key = jax.random.key(self.config.seed)
         return steps.init_state(
             key, program=self.program, batch_size=self.batch_size, carries=self.task.carries
@@ -60,13 +60,13 @@ def make_run(
     tuned: Collection[str] = (),
     load_task: Callable[[config_dict.ConfigDict, jax.sharding.Mesh], tasks.Task] | None = None,
 ) -> Run:
-    """Reads every section of a config; what does not fit is an error before any compute.
+    """Makes the run of a config; refuses what does not fit before anything is computed.
 
     Args:
-      mesh: that of the config unless given.
+      mesh: the mesh of the config unless given.
       task: loaded unless given; it must be on the mesh.
-      tuned: dropout rates that stay in the program even when they are zero; others are left out.
-      load_task: called in place of `make_task`, as by trials that share the tasks of their data.
+      tuned: dropout rates that stay in the program even if they are zero, unlike all others.
+      load_task: called instead of `make_task`, so that trials can share a task.
     """
     config = configs.base(config)
     configs.check(config)
@@ -86,9 +86,9 @@ def make_run(
     average = averaging.make_averaging(
         config.averaging.kind, config.averaging.stagnating_evaluations
     )
-    # A vocabulary of three shows what is wrong with the model before a corpus is read.
-    trial = make_model(config, 3)
-    jax.eval_shape(trial.init, jax.random.key(0), **trial.example())
+    # A model with a vocabulary of three is refused for the same reasons, before a corpus is read.
+    small = make_model(config, 3)
+    jax.eval_shape(small.init, jax.random.key(0), **small.example())
     partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
 
     task = task or (load_task or make_task)(config, mesh)
@@ -104,7 +104,7 @@ def make_run(
 
 
 def few_rows(mesh: jax.sharding.Mesh, batch_size: int) -> bool:
-    """Whether an accelerator takes as long for one group of a batch as for all of its rows."""
+    """Whether an accelerator takes as long for one group of a batch as for the whole batch."""
     accelerated = mesh.devices.flat[0].platform != "cpu"
     return accelerated and batch_size <= FEW_ROWS * mesh.shape["data"]
 
@@ -112,7 +112,7 @@ def few_rows(mesh: jax.sharding.Mesh, batch_size: int) -> bool:
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
     """The mesh of a config.
 
-    If `use_cores` chose the number of devices, the batch is split over as many as divide it.
+    If `use_cores` chose the number of devices, it has as many as divide the batch.
     """
     mesh = partitioning.make_mesh(**config.mesh)
     if config.mesh.data == -1 and hardware.counted_cores():
@@ -135,7 +135,7 @@ def make_task(config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.
 
 
 def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None) -> models.Dropout:
-    """The rates of `config.dropout`; a rate of zero takes the operation away, unless tuned."""
+    """The rates of `config.dropout`; a rate of zero removes the operation, unless it is tuned."""
     projects = getattr(model, "mixture_components", 0) or model.embedding_size != model.hidden_size
     if rates.get("downprojected") is None:
         rates["downprojected"] = rates.get("output")

@@ -1,16 +1,18 @@
-"""What is decided at each turn, from the validation cross-entropies alone.
+"""Early stopping, learning rate drops and the start of averaging, decided before each turn.
 
-A turn is: evaluate; remember the best; stop?; start averaging?; drop the learning rate?;
-`steps_per_turn` optimizer steps. `decide` makes these decisions in that order. There are
-`turns` + 1 evaluations, the first (turn 0) before any training. xe is cross-entropy in nats per
-token. An interval or turn that is None or negative is off.
+Decisions depend on the validation cross-entropies alone.
+
+A turn is an evaluation, then the decisions (is it the best? stop? start averaging? drop the
+learning rate?), then `steps_per_turn` optimizer steps. `decide` makes these decisions in that
+order. There are `turns` + 1 evaluations, the first (turn 0) before any training. xe is
+cross-entropy in nats per token. An interval or turn that is None or negative is off.
 """
 
 import dataclasses
 import math
 from typing import Any, NamedTuple, TypeGuard
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Rules:
     early_stopping_worst_xe_target: float | None = None
     averaging_turns: int | None = None
     averaging_at_the_latest: int | None = None
-    on_divergence: str = "stop"  # Or "restart": go on from the best state at a lower rate.
+    on_divergence: str = "stop"  # Or "restart": continue from the best state at a lower rate.
     restart_multiplier: float = 0.9  # Of the learning rate, at each restart.
     max_restarts: int = 10
 
@@ -38,20 +40,20 @@ class Rules:
         )
         if drops and self.drop_learning_rate_multiplier == 1:
             raise errors.UsageError(
-                "schedule.drop_learning_rate_multiplier 1.0 drops nothing though a drop is asked "
-                "for: set it too, for example to 0.5"
+                "schedule.drop_learning_rate_multiplier 1.0 drops nothing, although a drop is "
+                "configured; set it too, for example to 0.5"
             )
         by_rate = self.early_stopping_slowest_rate or self.early_stopping_worst_xe_target
         if by_rate and not _is_on(self.early_stopping_turns):
             raise errors.UsageError(
                 "schedule.early_stopping_slowest_rate and _worst_xe_target look at the last "
-                "early_stopping_turns turns, which is not set: set it too"
+                "early_stopping_turns turns, which is not set; set it too"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What the decisions remember; part of the saved state."""
+    """What the decisions depend on; part of the saved state."""
 
     turn: int = 0
     best_turn: int = 0
@@ -68,8 +70,21 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Progress":
-        """Inverse of `to_dict`."""
-        return cls(**values | {"history": tuple(values["history"])})
+        """Inverse of `to_dict`, for values that fit PROGRESS."""
+        known = {
+            field.name: values.get(field.name, field.default) for field in dataclasses.fields(cls)
+        }
+        return cls(**known | {"history": tuple(values["history"])})
+
+
+PROGRESS = {  # What `to_dict` returns, as JSON. Early versions had no restarts.
+    **dict.fromkeys(("turn", "best_turn", "restarts?"), files.COUNT),
+    "best_xe": float,
+    "averaging_on": bool,
+    "last_drop_turn": (files.COUNT, None),
+    "learning_rate_factor": files.Number(float, 0.0),
+    "history": [float],
+}
 
 
 class Stop(NamedTuple):
@@ -80,17 +95,17 @@ class Stop(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What to do after the evaluation of a turn."""
+    """What follows from the evaluation of a turn."""
 
     improved: bool
     stop: Stop | None
     start_averaging: bool
     drop_learning_rate: bool
-    restart: bool = False  # From the best state, since this one has diverged.
+    restart: bool = False  # From the best state, because this one has diverged.
 
 
 def decide(progress: Progress, rules: Rules, xe: float) -> tuple[Progress, Decision]:
-    """Records the evaluation of the next turn and makes all its decisions, in order."""
+    """Records the evaluation of the next turn, and makes its decisions in order."""
     turn, improved = len(progress.history), xe < progress.best_xe  # Never true of NaN.
     again = restart(progress, rules) if not math.isfinite(xe) else None
     if again:
@@ -117,10 +132,10 @@ def decide(progress: Progress, rules: Rules, xe: float) -> tuple[Progress, Decis
 
 
 def restart(progress: Progress, rules: Rules) -> Progress | None:
-    """The progress with which a run that has diverged goes on from its best state, or None.
+    """The progress of a run that restarts from its best state after it has diverged, or None.
 
-    The step goes on too, so the run reads new text with new masks, at a lower learning rate. There
-    is no restart before the first evaluation, or after `max_restarts` of them.
+    The step is not set back, so the run reads new text with new masks, at a lower learning rate.
+    There is no restart before the first evaluation, nor after `max_restarts` restarts.
     """
     allowed = rules.on_divergence == "restart" and progress.restarts < rules.max_restarts
     if not allowed or not math.isfinite(progress.best_xe):
@@ -144,7 +159,7 @@ def should_stop(progress: Progress, rules: Rules) -> Stop | None:
     if progress.best_turn + window < turn:
         return Stop("patience", f"no improvement since turn {progress.best_turn}")
     if not 0 < window <= turn:
-        return None  # Too early to speak of a rate.
+        return None  # Too early to measure a rate.
     rate = (min(progress.history[: turn - window + 1]) - best) / window
     slowest, target = rules.early_stopping_slowest_rate, rules.early_stopping_worst_xe_target
     if rate < slowest:
@@ -155,7 +170,7 @@ def should_stop(progress: Progress, rules: Rules) -> Stop | None:
 
 
 def patience(rules: Rules, turn: int) -> int:
-    """Turns without improvement that are tolerated: grows from 1 during the ramp-up."""
+    """How many turns without improvement are tolerated; it grows from 1 during the ramp-up."""
     full, rampup = rules.early_stopping_turns or 0, rules.early_stopping_rampup_turns
     if rampup <= 0:
         return full
@@ -163,7 +178,7 @@ def patience(rules: Rules, turn: int) -> int:
 
 
 def should_start_averaging(progress: Progress, rules: Rules) -> bool:
-    """Whether the triggered average starts with the coming step."""
+    """Whether the triggered average starts with the next step."""
     if progress.averaging_on or not _is_on(rules.averaging_turns):
         return False
     turn, latest = progress.turn, rules.averaging_at_the_latest
@@ -172,7 +187,7 @@ def should_start_averaging(progress: Progress, rules: Rules) -> bool:
 
 
 def should_drop_learning_rate(progress: Progress, rules: Rules) -> bool:
-    """Whether the learning rate is multiplied before the coming step."""
+    """Whether the learning rate is dropped before the next step."""
     turn, last = progress.turn, progress.last_drop_turn
     interval, latest = rules.drop_learning_rate_turns, rules.drop_learning_rate_at_the_latest
     since = progress.best_turn if last is None else max(progress.best_turn, last)

@@ -1,4 +1,4 @@
-"""Requests to stop a run: SIGTERM, Ctrl-C, and preemption of one process of many."""
+"""Requests to stop a run: SIGTERM, Ctrl-C, and the preemption of one of several processes."""
 
 import contextlib
 import signal
@@ -16,17 +16,17 @@ interrupted = threading.Event()  # Set by `interrupt`, until the command ends.
 
 
 def interrupt(*_: Any) -> NoReturn:
-    """What SIGTERM does while nothing is trained; `StopRequests` takes its place in training.
+    """The handler of SIGTERM while nothing is trained; `StopRequests` replaces it in training.
 
-    A library may swallow the exception or fail in another way because of it, so it is also noted.
+    A library may swallow the exception, or fail in another way because of it, so it is also noted.
     """
     interrupted.set()
-    raise errors.Interrupted("stopped; the same command goes on from what is saved")
+    raise errors.Interrupted("stopped; repeat the command to resume from what is saved")
 
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Lets SIGTERM wait for the end of a block whose libraries do not expect exceptions."""
+    """Delays SIGTERM to the end of a block whose libraries do not expect exceptions."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,11 +41,11 @@ def postponed() -> Iterator[None]:
 
 
 class StopRequests:
-    """Notes requests to stop; ask `requested()` between dispatches, equally often in all processes.
+    """Notes requests to stop; call `requested()` between dispatches, equally often in each process.
 
-    With `jax.distributed` the runtime itself listens for SIGTERM and makes every process stop at
-    the same call. Without it SIGTERM and the first Ctrl-C are caught here; a second Ctrl-C
-    interrupts at once.
+    With `jax.distributed`, the runtime itself listens for SIGTERM and makes every process stop at
+    the same call. Otherwise SIGTERM and the first Ctrl-C are noted, and a second Ctrl-C interrupts
+    at once.
     """
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class StopRequests:
         self._previous.clear()
 
     def check(self) -> None:
-        """Stops at once, if asked to, where there is nothing to save yet; for one process alone."""
+        """Raises `Interrupted` if a stop was requested before there is anything to save."""
         if self._signal is not None:
-            raise errors.Interrupted("stopped before the first step; the same command goes on")
+            raise errors.Interrupted("stopped before the first step; repeat the command to resume")
 
     def requested(self) -> bool:
         """Whether to save and stop now; the same answer in every process."""
         if jax.distributed.is_initialized():
-            # The runtime names one call at which all stop, so they are counted one by one.
+            # The runtime picks a call number, and every process stops at that call.
             self._calls += 1
             return multihost_utils.reached_preemption_sync_point(self._calls)
         return self._signal is not None

@@ -2,8 +2,9 @@
 
 Axes: B stripes, D dropout samples of a stripe, T time, N groups of stripes whose gradients are
 accumulated, S steps.
-Numbers that are tuned are traced (`Hyperparameters`), and what decides shapes and structure is a
-keyword. `optimizers.py` has the update rules and `averaging.py` the averages of the weights.
+
+Numbers that are tuned are traced (`Hyperparameters`), and whatever determines shapes and structure
+is a keyword. `optimizers.py` has the update rules, and `averaging.py` the averages of the weights.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from mogrifier_jax.training import averaging, optimizers
 
 
 class Hyperparameters(NamedTuple):
-    """What may change without compiling again; scalars."""
+    """Scalars that may change without recompilation."""
 
     learning_rate: Any
     l2_penalty: Any
@@ -33,7 +34,7 @@ class Hyperparameters(NamedTuple):
 
 @flax.struct.dataclass
 class TrainState:
-    """All that a resumed run needs. The step is also the position in the training stream."""
+    """Everything that a resumed run needs. The step is also the position in the training stream."""
 
     step: jax.Array
     params: Any
@@ -44,24 +45,24 @@ class TrainState:
 
 
 class Program(NamedTuple):
-    """What a training run is made of, apart from its numbers."""
+    """What a train step is compiled from, without the traced hyperparameters."""
 
     model: Any
     optimizer: optax.GradientTransformation
     average: averaging.Averaging
     batch_at: Callable[[Any, jax.Array], Any]  # (stream, step) to the batch of that step.
-    accumulate: int = 1  # Groups that a batch is worked off in.
-    accumulate_reduce: str = "mean"  # "sum", as lamb: gradients are `accumulate` times larger.
-    accumulate_at_once: bool = False  # Groups side by side: faster, with the memory of all.
+    accumulate: int = 1  # Groups that a batch is split into.
+    accumulate_reduce: str = "mean"  # "sum", as in lamb, is `accumulate` times larger.
+    accumulate_at_once: bool = False  # All groups in parallel: faster, but needs more memory.
     training_samples: int = 1  # Dropout samples of each stripe, whose probabilities are averaged.
 
 
 def init_state(
     key: jax.Array, *, program: Program, batch_size: int, carries: bool = True
 ) -> TrainState:
-    """A fresh state; the parameters depend on the key alone, not on the batch.
+    """The initial state; the parameters depend on the key alone, not on the batch.
 
-    `carries` says whether the state of the recurrence goes on from batch to batch.
+    `carries` says whether the state of the recurrence is carried from batch to batch.
     """
     init_key, root_key = jax.random.split(key)
     params = program.model.init(init_key, **program.model.example())["params"]
@@ -87,8 +88,8 @@ def train_step(
 
     def loss_fn(params, batch, carry, group):
         rngs = {"dropout": jax.random.fold_in(dropout_key, group)}
-        nats, carry = sampled_nats(program, params, batch, carry, hyper.dropout, rngs)
-        # The objective is a sum over time, as in lamb: clipping and L2 are on that scale.
+        carry, nats = sampled_nats(program, params, batch, carry, hyper.dropout, rngs)
+        # A sum over time, as in lamb, which is the scale of clipping and of the L2 penalty.
         return nats.sum(1).mean(), (carry, nats.sum())
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
@@ -138,24 +139,24 @@ def sampled_nats(
 ) -> tuple[jax.Array, Any]:
     """Nats [B, T] of the mean probability over D dropout samples; the carry is [B, D, ...].
 
-    Each stripe is in the batch D times, and each of its rows has masks and a carry of its own. For
-    one sample, batch and carry are what they are.
+    Each stripe is repeated D times in the batch, and each row has masks and a carry of its own.
+    With one sample the carry has no axis D.
     """
     count = program.training_samples
     if count > 1:
         batch, carry = repeat_rows(batch, count), by_row(carry, count)
-    nats, carry = program.model.apply(
+    carry, nats = program.model.apply(
         {"params": params}, batch, carry, dropout, rngs=rngs, method="batch_nats"
     )
     if count > 1:
         nats = nats.reshape(-1, count, *nats.shape[1:])
         nats = math.log(count) - jax.nn.logsumexp(-nats, axis=1)
         carry = by_stripe(carry, count)
-    return nats, carry
+    return carry, nats
 
 
 def repeat_rows(tree: Any, count: int) -> Any:
-    """[B, ...] to [B D, ...]: copies of a row are beside it, so that they are on its device."""
+    """[B, ...] to [B D, ...]; copies of a row are adjacent, so that they share its device."""
 
     def repeat(a):
         return jnp.broadcast_to(a[:, None], (a.shape[0], count, *a.shape[1:])).reshape(
@@ -166,7 +167,7 @@ def repeat_rows(tree: Any, count: int) -> Any:
 
 
 def by_stripe(carry: Any, samples: int) -> Any:
-    """[B D, ...] to [B, D, ...]; one sample has no axis of its own."""
+    """[B D, ...] to [B, D, ...]; without the axis D for one sample."""
     if samples == 1:
         return carry
     return jax.tree.map(lambda a: a.reshape(-1, samples, *a.shape[1:]), carry)
@@ -180,7 +181,7 @@ def by_row(carry: Any, samples: int) -> Any:
 def train_steps(
     state: TrainState, stream: Any, hyper: Hyperparameters, *, program: Program, num_steps: int
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Many steps in one dispatch: windows are cut on the device; metrics are [S]."""
+    """Many steps in one dispatch, with windows sliced on the device; metrics are [S]."""
 
     def body(state, _):
         batch = program.batch_at(stream, state.step)
@@ -199,13 +200,13 @@ def reset_stripes(carry: Any, key: jax.Array, step: jax.Array, probability: Any)
 
 
 def num_targets(batch: Any) -> jax.Array:
-    """How many tokens a batch asks for."""
+    """The number of target tokens of a batch."""
     full = batch.targets.size if batch.lengths is None else batch.lengths.sum()
     return jnp.asarray(full, jnp.float32)
 
 
 def into_groups(tree: Any, groups: int) -> Any:
-    """[B, ...] to [N, B / N, ...]: every N-th stripe, so that a sharded batch stays in place."""
+    """[B, ...] to [N, B / N, ...]; groups are interleaved, so that no row changes its device."""
     return jax.tree.map(
         lambda a: jnp.moveaxis(a.reshape(a.shape[0] // groups, groups, *a.shape[1:]), 1, 0), tree
     )

@@ -1,4 +1,4 @@
-"""Tables of text: what a run is before it starts, and what it has reached at its end."""
+"""The tables that a run logs: what it is before it starts, and its results at the end."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -63,13 +63,14 @@ def describe_run(run: Any, workdir: str) -> str:
 
 
 def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
-    """The scores of the best weights, and where everything is."""
+    """The scores of the best weights, and the paths of all files."""
     files = {
         "weights": "checkpoints",
         "scores": "results.json",
         "metrics": "metrics.jsonl",
         "TensorBoard": "tensorboard",
         "picture": "learning_curve.png",
+        "log": "run.log",
     }
     paths = [(label, os.path.join(workdir, name)) for label, name in files.items()]
     nats = {split: results[f"{split}_nats"] for split in ("valid", "test")}
@@ -85,6 +86,6 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
 
 
 def mebibytes(tree: Any) -> str:
-    """How much memory the arrays take, all copies on all devices counted once."""
+    """The memory that the arrays take, counting replicated ones once."""
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return f"{size / 2**20:,.1f} MiB"

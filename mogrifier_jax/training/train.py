@@ -1,16 +1,17 @@
 """Training from top to bottom: prepare, restore, turns, final scores.
 
 A run is `turns` x `steps_per_turn` optimizer steps with an evaluation before each turn. It resumes
-by itself in the same workdir, exactly, because the state holds everything and because dispatches
-are cut at the same steps whether or not a run was interrupted.
+by itself in the same workdir, exactly, because the state holds everything that matters and because
+dispatches end at the same steps whether or not a run was interrupted.
 
-`runs.py` makes a run of a config, `programs.py` compiles it, `run_record.py` keeps what it leaves
-in its workdir, and `schedule.py` makes the decisions between turns.
+`runs.py` makes a run of a config, `programs.py` compiles it, `run_record.py` writes its workdir,
+and `schedule.py` makes the decisions between turns.
 """
 
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from ml_collections import config_dict
 from mogrifier_jax import errors
 from mogrifier_jax.training import (
     learning_curves,
+    logs,
     profiling,
     programs,
     progress,
@@ -38,16 +40,17 @@ from mogrifier_jax.training import (
 def train_and_evaluate(
     config: config_dict.ConfigDict, workdir: str, *, profile_steps: str | None = None
 ) -> dict[str, Any]:
-    """Trains to the end of the schedule, or until it is told to stop; returns the results."""
+    """Trains to the end of the schedule, or until a request to stop; returns the results."""
     trace = profiling.Trace(workdir, profile_steps)
     workdirs.check_place(workdir)
     workdirs.check_config(workdir, config)
     with contextlib.ExitStack() as stack:
-        # Signals are caught from here on: what a handler raises inside the compiler would be lost.
+        # Signals are noted from here on, because an exception inside the compiler would be lost.
         with signals.StopRequests() as stop_requests:
             run = runs.make_run(config)
             stop_requests.check()
             record = stack.enter_context(run_record.open_record(run, workdir))
+            stack.enter_context(logs.copied_to(os.path.join(workdir, "run.log")))
             logging.info("\n%s", summaries.describe_run(run, workdir))
             compiled = programs.Programs(run)
             train_turns(record, compiled, stop_requests, trace=trace)
@@ -69,11 +72,11 @@ def train_turns(
     trace: profiling.Trace | None = None,
     on_turn: Callable[[int, float], schedule.Stop | None] | None = None,
 ) -> schedule.Stop:
-    """Trains turn after turn, from the newest checkpoint on; returns why the run has ended.
+    """Trains turn after turn from the newest checkpoint; returns why the run has ended.
 
     Args:
-      on_turn: called after each evaluation with the turn and the best cross-entropy so far. It may
-        end the run by returning a reason, as the pruning of trials does. Without it each turn is
+      on_turn: called after each evaluation with the turn and the best cross-entropy so far. It ends
+        the run if it returns a reason, which is how trials are pruned. Without it, each turn is
         logged.
     """
     run, trace = record.run, trace or profiling.Trace(record.workdir)
@@ -92,7 +95,8 @@ def train_turns(
             if stop_requests.requested():
                 record.save_now(state)
                 raise errors.Interrupted(
-                    f"stopped at step {step}, saved in {record.workdir}; the same command goes on"
+                    f"stopped at step {step}, saved in {record.workdir}; repeat the command to "
+                    "resume"
                 )
 
             # A turn begins: evaluate, decide, save.
@@ -118,7 +122,7 @@ def train_turns(
                     break
                 continue
 
-            # One dispatch: `log_every` steps, or those that are left of the turn.
+            # One dispatch: `log_every` steps, or the rest of the turn.
             count = min(run.config.log_every, record.end_of_turn - step)
             started = time.perf_counter()
             with trace.steps(step, count):

@@ -17,7 +17,7 @@ def bits(nats: float) -> float:
 
 
 def in_unit(nats: float, unit: str) -> float:
-    """A cross-entropy in the unit that people read it in: "ppl", "bpc", "bpb", or "nats"."""
+    """A cross-entropy in nats, converted to "ppl", "bpc", "bpb" or "nats"."""
     if unit == "nats":
         return nats
     return perplexity(nats) if unit == "ppl" else bits(nats)
@@ -38,12 +38,12 @@ def digits(unit: str) -> int:
 
 
 def number(nats: float, unit: str) -> str:
-    """The same as text, without the name of the unit."""
+    """A cross-entropy in a unit, as text without the name of the unit."""
     return f"{in_unit(nats, unit):.{digits(unit)}f}"
 
 
 def show(nats: float, unit: str) -> str:
-    """A cross-entropy as people read it, "ppl 52.10" or "1.1480 bpc"."""
+    """A cross-entropy with its unit, such as "ppl 52.10" or "1.1480 bpc"."""
     return f"ppl {number(nats, unit)}" if unit == "ppl" else f"{number(nats, unit)} {unit}"
 
 

@@ -1,12 +1,12 @@
-"""The small files of a workdir: what a run leaves beside checkpoints and metrics, and how.
+"""The small files of a workdir, and how files are written: whole or not at all.
 
 config.json       the resolved config; `_types` names what JSON cannot express
 vocabulary.json   the vocabulary
 version.json      for every start of the run: versions, commit and date
-.lock             held by whoever changes a file that others change too
+.lock             held while a file that several processes change is read and written
 
-`replacing` writes every small file of the package, `locked` keeps writers apart, and `files.py`
-reads what was written. `seal` is what checkpoints remember of config and vocabulary.
+`replacing` writes every small file of the package, `locked` excludes other writers, and `files.py`
+reads files back. `make_fingerprint` is what checkpoints remember of config, vocabulary and corpus.
 """
 
 import contextlib
@@ -33,31 +33,31 @@ from absl import logging
 from ml_collections import config_dict
 
 import mogrifier_jax
-from mogrifier_jax import configs, errors, files
-from mogrifier_jax.data import corpora
+from mogrifier_jax import config_keys, configs, errors, files
+from mogrifier_jax.data import vocabularies
 
-# What the weights and their scores depend on; the rest of a config is about how they were found.
-_SEALED = ("model", "data", "dropout", "averaging.kind", "averaging.stagnating_evaluations")
-# What may differ when a run is resumed, as it does not move its numbers.
+# What weights and scores depend on; the rest of a config is about how the weights were found.
+_FINGERPRINTED = ("model", "data", "dropout", "averaging.kind", "averaging.stagnating_evaluations")
+# What may differ when a run is resumed, because it does not change the numbers.
 FREE_KEYS = (
     *("mesh", "log_every", "data.source_dir", "data.data_dir"),
     "optimizer.accumulate_at_once",
 )
-CORPUS = "corpus: "  # How the names of splits begin in a seal.
+CORPUS = "corpus: "  # The prefix of the names of splits in a fingerprint.
 RESULTS = {"step": files.COUNT}  # Of results.json; sweeps need the scores too.
 _FRESH = 5.0  # Seconds.
 _PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
 
 def check_place(workdir: str | os.PathLike) -> None:
-    """Refuses a folder for a run that nothing can be written to, before any work."""
+    """Refuses a workdir that cannot be written to, before any work."""
     name = os.fspath(workdir)
     refuse_address(name, "--workdir")
-    # The library that writes arrays reads a backslash as a slash, and names as UTF-8.
+    # TensorStore takes a backslash for a slash, and needs names in UTF-8.
     if "\\" in name or "\0" in name or name != name.encode(errors="replace").decode():
         raise errors.UsageError(
-            f"--workdir={name!r} has a backslash or what is not UTF-8, under which checkpoints "
-            "cannot be saved; give another folder"
+            f"--workdir={name!r} has a backslash or is not UTF-8, so checkpoints cannot be saved "
+            "there; give another folder"
         )
     folder = pathlib.Path(workdir).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -69,19 +69,19 @@ def check_place(workdir: str | os.PathLike) -> None:
 
 
 def refuse_address(path: str | os.PathLike, name: str) -> None:
-    """Refuses an address such as gs://bucket/run, which would become a folder named gs: here."""
+    """Refuses an address such as hdfs://host/run, which would become a local folder `hdfs:`."""
     # pathlib makes gs:/bucket of gs://bucket.
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
         raise errors.UsageError(
             f"{name}={os.fspath(path)} is an address, not a path, and cannot be written; give a "
-            "path of this machine, under which the bucket may be mounted"
+            "path of this machine, or one of gs:// or s3:// to the command"
         )
 
 
 def write_run_files(
     workdir: str | os.PathLike, config: config_dict.ConfigDict, vocabulary_json: str
 ) -> None:
-    """Writes the files above; a resumed run with another vocabulary is refused."""
+    """Writes the files above; refuses to resume a run with another vocabulary."""
     workdir = pathlib.Path(workdir)
     path = workdir / "vocabulary.json"
     if os.path.lexists(path) and files.read_bytes(path) != vocabulary_json.encode():
@@ -97,19 +97,19 @@ def write_run_files(
 
 
 def _earlier_starts(path: pathlib.Path) -> list[Any]:
-    """What version.json holds; one that is damaged is set aside, as no run depends on it."""
+    """The content of version.json; a damaged one is set aside, because no run depends on it."""
     if not path.exists():
         return []
     try:
         return files.read_json(path, [dict])
     except errors.UsageError as error:
         os.replace(path, path.with_name("version.json.damaged"))
-        logging.warning("%s; it is version.json.damaged now, and begun anew", error)
+        logging.warning("%s; it was renamed to version.json.damaged, and a new one begins", error)
         return []
 
 
 def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
-    """The config of the run in a workdir, locked; keys that it lacks have their defaults."""
+    """The locked config of the run in a workdir; keys that it lacks have their defaults."""
     workdir = pathlib.Path(workdir)
     path = workdir / "config.json"
     if not path.exists():
@@ -129,17 +129,17 @@ def read_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
 def config_to_json(config: config_dict.ConfigDict) -> str:
     """The text of config.json; `_types` names the types of absent values, and tuples."""
     types = {
-        name: configs.keys()[name].kind.__name__
+        name: config_keys.keys()[name].kind.__name__
         for name, value in configs.flatten(config).items()
-        if name in configs.keys() and (value is None or isinstance(value, tuple))
+        if name in config_keys.keys() and (value is None or isinstance(value, tuple))
     }
     values = json.loads(config.to_json_best_effort()) | {"_types": types}
     return json.dumps(values, indent=2) + "\n"
 
 
 def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
-    """The config, locked and checked, from what config.json holds."""
-    values.pop("_types", None)  # For other programs: `configs` knows the types.
+    """The config of the content of config.json, locked and checked."""
+    values.pop("_types", None)  # For other programs; `config_keys.py` knows the types.
     config = configs.base(values)
     configs.check(config)
     return config
@@ -149,28 +149,28 @@ def read_vocabulary(workdir: str | os.PathLike) -> str:
     """The JSON text of the vocabulary of the run in a workdir."""
     path = pathlib.Path(workdir) / "vocabulary.json"
     text = files.read_text(path, "give the --workdir of a started run, or restore it from a copy")
-    files.parse_json(text, corpora.VOCABULARY, str(path))
+    files.parse_json(text, vocabularies.JSON_SCHEMA, str(path))
     return text
 
 
-def seal(
+def make_fingerprint(
     config: config_dict.ConfigDict,
     vocabulary_json: str,
     digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What checkpoints remember, by name: they are refused beside other files or texts.
+    """What a checkpoint remembers, by name, so that it is not used with another config or corpus.
 
     Args:
       digests: those of the splits of the corpus, if it was read. They are compared only with a
-        seal that has them too.
+        fingerprint that has them, too.
     """
-    # Defaults are left out: a key that a later version adds changes no seal.
-    defaults = {name: key.default for name, key in configs.keys().items()}
+    # Without defaults, so that a key of a later version does not change fingerprints.
+    defaults = {name: key.default for name, key in config_keys.keys().items()}
     values = {
         f"config.json: {name}": list(value) if isinstance(value, tuple) else value
         for name, value in configs.flatten(config).items()
         if value != defaults.get(name)
-        and configs.is_among(name, _SEALED)
+        and configs.is_among(name, _FINGERPRINTED)
         and not configs.is_among(name, FREE_KEYS)
     }
     vocabulary = json.dumps(json.loads(vocabulary_json), sort_keys=True).encode()
@@ -178,19 +178,19 @@ def seal(
     return values | {f"{CORPUS}{split}": digest for split, digest in (digests or {}).items()}
 
 
-def sealed_digests(sealed: Mapping[str, Any]) -> dict[str, str]:
-    """The digests of the splits in a seal; empty if the run was saved without them."""
-    return {n.removeprefix(CORPUS): v for n, v in sealed.items() if n.startswith(CORPUS)}
+def corpus_digests(fingerprint: Mapping[str, Any]) -> dict[str, str]:
+    """The digests of the splits in a fingerprint; empty if it was made without them."""
+    return {n.removeprefix(CORPUS): v for n, v in fingerprint.items() if n.startswith(CORPUS)}
 
 
 def check_config(workdir: str | os.PathLike, config: config_dict.ConfigDict) -> None:
-    """Refuses to go on with another config than the one in the workdir, if there is one."""
+    """Refuses to resume a run with another config than that of its workdir."""
     workdir = pathlib.Path(workdir)
     if not (workdir / "config.json").exists():
         if any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*")):
             raise errors.UsageError(
-                f"{workdir} has checkpoints but no config.json that says of what run; restore it "
-                "from a copy, or use another workdir"
+                f"{workdir} has checkpoints but no config.json; restore that from a copy, or use "
+                "another workdir"
             )
         return
     differences = configs.differences(read_config(workdir), configs.base(config), FREE_KEYS)
@@ -206,7 +206,7 @@ def check_config(workdir: str | os.PathLike, config: config_dict.ConfigDict) -> 
 
 
 def versions() -> dict[str, Any]:
-    """What is running here, for the record."""
+    """The versions, commit, date and devices of this process."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -227,7 +227,7 @@ def git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # An environment may lie inside the checkout of something else.
+        # The package may be installed inside the checkout of something else.
         git("ls-files", "--error-unmatch", "__init__.py")
         changes = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("+changes" if changes else "")
@@ -236,22 +236,22 @@ def git_commit() -> str | None:
 
 
 def write_json(workdir: str | os.PathLike, name: str, values: Any) -> None:
-    """Writes a small JSON file of the run, whole or not at all."""
+    """Writes a small JSON file of the run atomically."""
     replace_text(pathlib.Path(workdir) / name, json.dumps(values, indent=2) + "\n")
 
 
 def replace_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a file such that a reader, or a kill, finds the old text or the new one."""
+    """Writes a file atomically: readers see the old text or the new one, even after a kill."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of `path` when the block has ended well.
+    """Opens a temporary file that replaces `path` when the block has succeeded.
 
-    The file has a random name that no other file has, and is synced to the disk before it is
-    renamed. A device, such as /dev/stdout, is written to directly.
+    It has a random name, and is synced to the disk before it is renamed. A device such as
+    /dev/stdout is written to directly.
     """
     refuse_address(path, "path")
     path = pathlib.Path(path)
@@ -265,7 +265,7 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with open(descriptor, "wb") as file:
-            lock(file)  # So that it is not taken for a leftover.
+            lock(file)  # So that `_remove_leftovers` does not delete it.
             yield file
             file.flush()
             os.fsync(descriptor)
@@ -286,7 +286,7 @@ def _remove_leftovers(path: pathlib.Path) -> None:
     """Deletes the temporary files of writers of this path that were killed."""
     for left in path.parent.glob(glob.escape(f".{path.name[:40]}.") + "?" * 8 + ".tmp"):
         with contextlib.suppress(OSError):
-            # One that is new may not be locked yet.
+            # A new one may not be locked yet.
             if time.time() - left.stat().st_mtime > _FRESH:
                 with open(left, "rb") as file:
                     if lock(file):
@@ -294,12 +294,12 @@ def _remove_leftovers(path: pathlib.Path) -> None:
 
 
 def check_output(path: str | os.PathLike | None, flag: str) -> None:
-    """Refuses a place for results that cannot be written to, before they are computed."""
+    """Refuses a path that results cannot be written to, before they are computed."""
     if path is None:
         return
     errors.check(
         isinstance(path, str | os.PathLike) and "\0" not in os.fspath(path),
-        f"{flag}={errors.show(path)} is not a path and cannot be written; give that of a file",
+        f"{flag}={errors.show(path)} is not a path and cannot be written; give the path of a file",
     )
     if not os.fspath(path):
         return
@@ -317,7 +317,7 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise errors.UsageError(
-            f"{flag}={path} cannot be written ({reason}); give a file in a folder of yours"
+            f"{flag}={path} cannot be written ({reason}); give a file in a folder that you own"
         ) from None
 
 
@@ -334,30 +334,30 @@ def check_results(workdir: str | os.PathLike, *names: str) -> None:
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
-    """Waits for its turn: what is read, changed and written again in a folder."""
+    """Holds the lock of a folder, to read, change and write its files without interference."""
     path = pathlib.Path(folder) / ".lock"
     with open_lock(path) as file:
         end = time.monotonic() + _PATIENCE
         while not lock(file):
             if time.monotonic() > end:
                 raise errors.UsageError(
-                    f"{path} is held by another process for more than {_PATIENCE:g} s; see "
-                    "whether one hangs there, then try again"
+                    f"{path} has been held by another process for {_PATIENCE:g} s; check whether "
+                    "one hangs, then try again"
                 )
             time.sleep(0.02)
         yield
 
 
 def open_lock(path: pathlib.Path) -> IO[str]:
-    """A file to lock; it may be there, but not as a link to another one."""
+    """Opens a file for locking; it may exist, but not as a symbolic link."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
 
 
 def lock(file: IO) -> bool:
-    """Locks it until it is closed; False if another process has it."""
+    """Locks a file until it is closed; False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Some network file systems have no locks: then nobody is kept out.
+        # Some network file systems have no locks, so nobody can be excluded there.
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True

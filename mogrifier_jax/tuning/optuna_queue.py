@@ -1,9 +1,13 @@
 """The trials of a study in one of Optuna's storages, which any number of workers share.
 
-No trial is lost. Every worker notes every few seconds that it is alive. If a worker is dead,
-another one marks its trial as failed and adds a new trial, which continues in the same folder from
-the last checkpoint. The attribute `outcome` of a failed trial says why it failed; a failed trial
-without this attribute was taken over. `storages.py` opens the storage.
+No trial is lost: every worker notes every few seconds that it is alive, and if it dies, another one
+marks its trial as failed and adds a new trial, which continues in the same folder from the last
+checkpoint. The attribute `outcome` of a failed trial says why it failed; a failed trial without it
+was taken over.
+
+Optuna's own heartbeats and its `RetryHeartbeatStaleTrialCallback` do not replace this: they exist
+only for databases and inside `study.optimize`, one failed write ends their thread, and they wait
+for the grace period even when a process is known to be gone or has been told to stop.
 """
 
 import contextlib
@@ -25,15 +29,15 @@ from mogrifier_jax import errors, files
 from mogrifier_jax.training import schedule
 from mogrifier_jax.tuning import studies, trials
 
-BEAT_SECONDS = 15.0
-GRACE_SECONDS = 120.0  # A worker without a beat for this long counts as dead.
-MAX_ATTEMPTS = 4  # A trial during which this many workers died is given up.
-# What Optuna raises for content that is not its own.
+BEAT_SECONDS = 15.0  # How often a worker notes that it is alive.
+GRACE_SECONDS = 120.0  # A worker without a heartbeat for this long is considered dead.
+MAX_ATTEMPTS = 4  # A trial is given up after this many workers have died while running it.
+# What Optuna raises when it reads content that it has not written.
 _UNREADABLE = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Trial:
-    """One suggestion that this worker tries."""
+    """A suggestion that this worker tries; see `trials.Trial`."""
 
     def __init__(self, study: optuna.Study, trial: optuna.Trial):
         self._study, self._trial = study, trial
@@ -45,7 +49,7 @@ class Trial:
         self.note(folder=self.folder, worker=worker_name())
 
     def beat(self) -> None:
-        """Notes that the trial is being worked on; closes it if another worker has taken over."""
+        """Notes that the trial is running; closes it if another worker has taken it over."""
         try:
             self._trial.set_user_attr("heartbeat", time.time())
         except optuna.exceptions.UpdateFinishedTrialError:
@@ -61,16 +65,16 @@ class Trial:
         return None
 
     def note(self, **values: Any) -> None:
-        """Keeps more facts about the trial, such as its hidden size."""
+        """Notes more facts about the trial, such as its hidden size."""
         for name, value in values.items():
             self._trial.set_user_attr(name, value)
 
     def finish(self, value: float) -> None:
-        """Notes the final value of a trial that came to its end."""
+        """Notes the final value of a trial that ran to its end."""
         self._tell(TrialState.COMPLETE, value)
 
     def fail(self, outcome: str, reason: str) -> None:
-        """Notes why the trial has no value: it is "infeasible", it "diverged" or was "pruned"."""
+        """Notes why the trial has no value: it is "infeasible", "diverged" or was "pruned"."""
         state = TrialState.PRUNED if outcome == "pruned" else TrialState.FAIL
         self._tell(state, None, outcome=outcome, reason=reason)
 
@@ -81,20 +85,24 @@ class Trial:
                 self.note(**attributes)
                 self._study.tell(self.number, value, state)
             except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
-                logging.warning("trial %d was finished by another worker meanwhile", self.number)
+                logging.warning(
+                    "trial %d was finished by another worker in the meantime", self.number
+                )
 
 
 class Queue:
-    """The trials of one study, as one worker sees them."""
+    """The trials of a study, as one worker sees them; see `trials.Queue`."""
 
     def __init__(self, study: optuna.Study, ranges: Mapping[str, studies.Range], target: int):
         self.study, self.name, self.target = study, study.study_name, target
         self._sampler, self._ranges = study.sampler, ranges
-        self._beats: dict[int, tuple[float, float]] = {}  # The last one seen of a trial, and when.
+        self._beats: dict[
+            int, tuple[float, float]
+        ] = {}  # The last heartbeat seen of a trial, and when.
         self._distributions = {name: limits.distribution for name, limits in ranges.items()}
 
     def ask(self, count: int = 1, shared: Iterable[str] = ()) -> list[Trial]:
-        """Up to `count` trials to run now; new ones have the first one's values of `shared`."""
+        """Up to `count` trials to run now; new ones share the first one's values of `shared`."""
         self.take_over()
         asked: list[Trial] = []
         while len(asked) < count and self._has_more():
@@ -104,10 +112,10 @@ class Queue:
                 self.study.sampler = optuna.samplers.PartialFixedSampler(fixed, self._sampler)
             try:
                 trial = self.study.ask(self._distributions)
-            except _UNREADABLE as error:  # Such as a range in the storage that is not ours.
+            except _UNREADABLE as error:  # Such as another range in the storage.
                 raise trials.damaged(self.name, f"{type(error).__name__}: {error}") from None
             if trial.number in self._surplus():
-                # Another worker asked at the same moment.
+                # Another worker has asked at the same time.
                 trial.set_user_attr("outcome", "surplus")
                 self.study.tell(trial, state=TrialState.FAIL)
                 break
@@ -116,7 +124,7 @@ class Queue:
 
     @contextlib.contextmanager
     def hold(self, held: Sequence[Trial]) -> Iterator[None]:
-        """Notes regularly that this worker is alive; puts back trials that it leaves unfinished."""
+        """Sends heartbeats while the trials run, and requeues those that are left unfinished."""
         stopped = threading.Event()
 
         def beat() -> None:
@@ -126,8 +134,8 @@ class Queue:
                         if trial.open:
                             trial.beat()
                     except Exception as error:
-                        # The storage may be unreachable for a moment; the next beat may succeed.
-                        logging.warning("no heartbeat of trial %d: %s", trial.number, error)
+                        # The storage may be unreachable for a moment, and the next beat succeed.
+                        logging.warning("no heartbeat for trial %d: %s", trial.number, error)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -145,34 +153,37 @@ class Queue:
             thread.join()
 
     def take_over(self) -> None:
-        """Puts the trials of dead workers back into the queue."""
+        """Requeues the trials of dead workers."""
         for trial in self.read(TrialState.RUNNING):
             if is_stale(trial) or self._is_silent(trial):
-                logging.info("trial %d lost its worker: queued again", trial.number)
+                logging.info("the worker of trial %d is gone; the trial is requeued", trial.number)
                 self.requeue(trial, trial.user_attrs.get("attempt", 1) + 1)
 
     def _is_silent(self, trial: FrozenTrial) -> bool:
-        """Whether no beat came for long, by the clock of this worker: the other may be wrong."""
+        """Whether no new heartbeat was seen for long, by the clock of this worker.
+
+        The clock of the other worker, by which it writes its heartbeats, may be wrong.
+        """
         beat, now = trial.user_attrs.get("heartbeat", 0.0), time.monotonic()
         if self._beats.get(trial.number, (None, 0.0))[0] != beat:
             self._beats[trial.number] = beat, now
         return now - self._beats[trial.number][1] > GRACE_SECONDS
 
     def read(self, *states: TrialState) -> list[FrozenTrial]:
-        """All trials, or those in these states; refuses what no worker has written."""
+        """All trials, or those in these states; refuses content that no worker can have written."""
         try:
-            known = self.study.get_trials(deepcopy=False)
+            all_trials = self.study.get_trials(deepcopy=False)
         except _UNREADABLE as error:
             raise trials.damaged(self.name, f"{type(error).__name__}: {error}") from None
-        for number, trial in enumerate(known):
+        for number, trial in enumerate(all_trials):
             if reason := find_damage(trial, number, self._ranges):
                 raise trials.damaged(self.name, f"trial {number}: {reason}")
-        return [trial for trial in known if not states or trial.state in states]
+        return [trial for trial in all_trials if not states or trial.state in states]
 
     def requeue(self, trial: FrozenTrial, attempt: int) -> None:
-        """Marks a running trial as failed and queues a new one, which goes on in its folder."""
+        """Marks a running trial as failed, and queues a new one that continues in its folder."""
         try:
-            # The storage lets only one worker do this.
+            # The storage lets only one worker succeed here.
             self.study.tell(trial.number, state=TrialState.FAIL)
         except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             return
@@ -182,7 +193,7 @@ class Queue:
             "continues": trial.number,
         }
         if attempt > MAX_ATTEMPTS:
-            reason = f"its worker ended {MAX_ATTEMPTS} times while it ran"
+            reason = f"{MAX_ATTEMPTS} workers ended while they ran it"
             attributes |= {"outcome": "lost", "reason": reason}
         self.study.add_trial(
             optuna.create_trial(
@@ -203,12 +214,15 @@ class Queue:
 
     def counted(self) -> list[FrozenTrial]:
         """Optuna's trials that count towards the target: neither taken over nor surplus."""
-        known = self.read()
-        known = [t for t in known if t.state != TrialState.FAIL or "outcome" in t.user_attrs]
-        return [t for t in known if t.user_attrs.get("outcome") != "surplus"]
+        return [
+            trial
+            for trial in self.read()
+            if (trial.state != TrialState.FAIL or "outcome" in trial.user_attrs)
+            and trial.user_attrs.get("outcome") != "surplus"
+        ]
 
     def _has_more(self) -> bool:
-        """Whether a trial that was put back waits for a worker, or new ones are wanted."""
+        """Whether a requeued trial waits for a worker, or the study needs more trials."""
         return bool(self.read(TrialState.WAITING)) or len(self.counted()) < self.target
 
     def _surplus(self) -> set[int]:
@@ -230,7 +244,7 @@ def _record(trial: FrozenTrial) -> trials.Record:
 
 
 def find_damage(trial: FrozenTrial, number: int, ranges: Mapping[str, studies.Range]) -> str | None:
-    """Why no worker of a study with these ranges can have written a trial; None if one may have."""
+    """Why no worker can have written a trial of these ranges; None if one can."""
     if trial.number != number:
         return f"its number is {trial.number!r:.40}"
     if reason := files.mismatch(trial.user_attrs, trials.ATTRIBUTES):
@@ -250,12 +264,15 @@ def find_damage(trial: FrozenTrial, number: int, ranges: Mapping[str, studies.Ra
 
 
 def folder_in(trial: FrozenTrial | optuna.Trial) -> str:
-    """The folder of a trial, which goes on in that of the one that it continues."""
+    """The folder of a trial, which is that of the trial that it continues, if any."""
     return trial.user_attrs.get("folder", trials.folder_of(trial.number))
 
 
 def worker_name() -> str:
-    """Names machine, process space and process of this worker; "" where they are unknown."""
+    """Identifies the machine, the process namespace and the process of this worker.
+
+    It is "" where they are unknown.
+    """
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
@@ -265,9 +282,9 @@ def worker_name() -> str:
 
 def is_stale(trial: FrozenTrial) -> bool:
     """Whether the worker of a running trial is gone."""
-    here, _, _ = worker_name().rpartition(" ")
-    place, _, process = trial.user_attrs.get("worker", "").rpartition(" ")
-    if here and place == here and not os.path.exists(f"/proc/{process}"):
-        return True  # The worker was a process of this machine.
+    this_machine, _, _ = worker_name().rpartition(" ")
+    machine, _, process = trial.user_attrs.get("worker", "").rpartition(" ")
+    if this_machine and machine == this_machine and not os.path.exists(f"/proc/{process}"):
+        return True
     started = trial.datetime_start.timestamp() if trial.datetime_start else math.inf
     return time.time() - trial.user_attrs.get("heartbeat", started) > GRACE_SECONDS

@@ -1,14 +1,13 @@
-"""Studies: which settings are tuned, and between what limits.
+"""Studies: which settings are tuned, and within which limits.
 
-The studies of the paper's Appendix A are part of the package
-(`evaluation/paper_results.json`), and so are those of arXiv:2211.01848. Other studies are JSON
-files of the same form:
+The package has the studies of the paper's Appendix A (`evaluation/paper_results.json`) and those of
+arXiv:2211.01848. Other studies are JSON files of the same form:
 
     {"optimizer.learning_rate": {"low": 1e-3, "high": 4e-3, "scale": "log"},
      "model.rounds": {"low": 0, "high": 6, "scale": "integer"}}
 
-Names are keys of the config. A rank of zero or less is full rank. The hidden size is solved from
-the budget in each trial, unless the config sets it. `worker.py` runs the trials.
+The names are keys of the config. A rank of zero or less means full rank. Unless the config sets
+the hidden size, each trial solves for the one that fits the parameter budget.
 """
 
 import copy
@@ -23,17 +22,17 @@ from typing import Any, NamedTuple
 import optuna
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors, files
+from mogrifier_jax import config_keys, configs, errors, files
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import workdirs
 
 SCALES = ("linear", "log", "integer")
-# Inputs of the compiled program: trials that differ only in these share a program.
+# These are inputs of the compiled program, so trials that differ only in them share a program.
 TRACED = ["optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"]
 TRACED += [f"dropout.{name}" for name in models.Dropout._fields]
 UNTUNED = ("seed", "log_every", "mesh.data", "mesh.model")
 LSTM: dict[str, Any] = {"model.rounds": 0, "model.rank": 0}
-# By name of the study: its ranges in paper_results.json, and the settings that are not tuned.
+# For each study the name of its ranges in paper_results.json, and the settings that are fixed.
 PAPER: dict[str, tuple[str, dict[str, Any]]] = {
     "appendix_a": ("all_but_enwik8", {}),
     "appendix_a_lstm": ("all_but_enwik8", LSTM),
@@ -44,36 +43,36 @@ PAPER: dict[str, tuple[str, dict[str, Any]]] = {
     "dyneval_character": ("dynamic_evaluation_character", {}),
     "dyneval_word": ("dynamic_evaluation_word", {}),
 }
-# What a storage keeps of a study, to compare it.
-ABOUT = {"study?": {"name": str, "ranges": dict, "fixed": dict}, "config?": dict}
-# Studies of arXiv:2211.01848: the ranges in paper_results.json that they begin with.
+# What a storage keeps about a study, to be compared with that of each worker.
+SAVED_SCHEMA = {"study?": {"name": str, "ranges": dict, "fixed": dict}, "config?": dict}
+# Studies of arXiv:2211.01848, and the ranges in paper_results.json from which they are derived.
 CIRCLING_BACK = {"circling_back": "all_but_enwik8", "circling_back_enwik8": "enwik8"}
 DYNEVAL = ("window", "learning_rate", "decay_rate", "epsilon")
 
 
 class Range(NamedTuple):
-    """The limits of a setting, both included, and how it is spread between them."""
+    """The inclusive limits of a setting, and the scale between them."""
 
     low: float
     high: float
     scale: str = "linear"
 
-    def place(self, value: float) -> float:
-        """Where a value is in the range: 0 at the low end, 1 at the high end."""
+    def to_unit(self, value: float) -> float:
+        """Maps the range to [0, 1] on its scale."""
         low, high = self.low, self.high
         if self.scale == "log":
             low, high, value = math.log(low), math.log(high), math.log(value)
         return (value - low) / (high - low)
 
-    def at(self, place: float) -> float:
-        """The value at a place between 0 and 1: the inverse of `place`."""
+    def from_unit(self, position: float) -> float:
+        """Maps [0, 1] to the range: the inverse of `to_unit`."""
         if self.scale == "log":
-            return self.low * (self.high / self.low) ** place
-        return self.low + place * (self.high - self.low)
+            return self.low * (self.high / self.low) ** position
+        return self.low + position * (self.high - self.low)
 
     @property
     def distribution(self) -> optuna.distributions.BaseDistribution:
-        """The range as Optuna has it."""
+        """The range as a distribution of Optuna."""
         low, high, scale = self
         if scale == "integer":
             return optuna.distributions.IntDistribution(int(low), int(high))
@@ -82,7 +81,7 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is tuned; `fixed` settings are the same in all trials."""
+    """What is tuned, and the `fixed` settings, which are the same in all trials."""
 
     name: str
     ranges: Mapping[str, Range]
@@ -90,17 +89,17 @@ class Study:
 
     @property
     def adapts(self) -> bool:
-        """Whether dynamic evaluation of a trained run is tuned, rather than training."""
+        """Whether it tunes dynamic evaluation of a trained run, rather than training."""
         return set(self.ranges) <= set(DYNEVAL)
 
     def to_json(self) -> dict[str, Any]:
-        """The study as plain values, which the storage keeps."""
+        """The study as plain values, for the storage."""
         ranges = {name: list(limits) for name, limits in self.ranges.items()}
         return {"name": self.name, "ranges": ranges, "fixed": dict(self.fixed)}
 
 
 def load(name: str) -> Study:
-    """The study of the paper with this name, or the study in a JSON file."""
+    """The study of the package with this name, or the one in a JSON file."""
     if name in PAPER:
         table, fixed = PAPER[name]
         published = configs.paper_numbers()["tuning_ranges"][table]
@@ -109,8 +108,8 @@ def load(name: str) -> Study:
     if name in CIRCLING_BACK:
         published = configs.paper_numbers()["tuning_ranges"][CIRCLING_BACK[name]]
         ranges = parse_ranges(name, published)
-        # Embeddings are as wide as the hidden state, and outputs of layers are dropped out instead
-        # of what goes from one to the next.
+        # Embeddings are as wide as the hidden state, and dropout is applied to the outputs of all
+        # layers instead of between layers.
         ranges.pop("model.embedding_ratio", None)
         ranges["dropout.cell_output"] = ranges.pop("dropout.inter_layer")
         ranges["model.chrono_max"] = Range(math.exp(2), math.exp(5), "log")
@@ -130,7 +129,7 @@ def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def parse_ranges(study: str, content: Any) -> dict[str, Range]:
-    """Reads the ranges of a study; refuses ranges that are empty or malformed."""
+    """Parses the ranges of a study; refuses ranges that are empty or malformed."""
     if not isinstance(content, dict) or not content:
         raise errors.UsageError(
             f"study {study} has no ranges; give at least one, as "
@@ -149,7 +148,7 @@ def _parse_range(study: str, name: str, limits: Any) -> Range:
         raise errors.UsageError(f"{start} has the scale {scale!r}; use {', '.join(SCALES)}")
     numbers = all(isinstance(x, int | float) and math.isfinite(x) for x in (low, high))
     if not numbers or (scale == "integer" and not (low == int(low) and high == int(high))):
-        raise errors.UsageError(f"{start} goes from {low} to {high}: give two numbers of its scale")
+        raise errors.UsageError(f"{start} is {low} to {high}; give two numbers of its scale")
     if low > high:
         raise errors.UsageError(f"{start} is reversed: low {low} is above high {high}; swap them")
     if low == high:
@@ -157,16 +156,16 @@ def _parse_range(study: str, name: str, limits: Any) -> Range:
             f"{start} is empty: low and high are both {low}; set it in the config instead"
         )
     if scale == "log" and low <= 0:
-        raise errors.UsageError(f"{start} begins at {low}, which has no logarithm; begin above 0")
+        raise errors.UsageError(f"{start} starts at {low}, which has no logarithm; start above 0")
     return parsed
 
 
 def check(study: Study) -> None:
-    """Refuses a study with settings that a config lacks, or that cannot be tuned."""
-    known = configs.keys()
+    """Refuses a study with settings that a config does not have or that cannot be tuned."""
+    known = config_keys.keys()
     for name in (*study.ranges, *study.fixed):
         if name not in known:
-            hint = _hint(name, known, "take another study")
+            hint = _hint(name, known, "use another study")
             raise errors.UsageError(
                 f"study {study.name} tunes {name}, which the config does not have; {hint}"
             )
@@ -174,12 +173,12 @@ def check(study: Study) -> None:
         start, kind = f"study {study.name}: {name}", known[name].kind
         if kind not in (int, float) or name in UNTUNED:
             raise errors.UsageError(
-                f"{start} cannot be tuned; tune numbers that move the result, such as {TRACED[0]}"
+                f"{start} cannot be tuned; tune numbers that affect the result, such as {TRACED[0]}"
             )
         if kind is int and limits.scale != "integer":
             raise errors.UsageError(
-                f"{start} is a whole number in the config, but its range is "
-                f"{limits.scale}; make it integer"
+                f"{start} is an integer in the config, but the scale of its range is "
+                f"{limits.scale}; use the scale integer"
             )
         for limit in (limits.low, limits.high):
             reason = known[name].refusal(int(limit) if kind is int else limit)
@@ -190,31 +189,37 @@ def check(study: Study) -> None:
 def configure(
     study: Study, config: config_dict.ConfigDict, params: Mapping[str, float]
 ) -> config_dict.ConfigDict:
-    """The config of a trial: that of the experiment with the trial's values set."""
-    tried = copy.deepcopy(config)  # A deep copy keeps the types of absent values.
+    """The config of a trial: that of the experiment with the values of the trial."""
+    tried = copy.deepcopy(config)  # A deep copy keeps the types of values that are None.
     with tried.unlocked():
         for name, value in {**study.fixed, **params}.items():
             configs.assign(tried, name, value)
-        # Every rank up to 0 means full rank.
+        # Every rank of zero or less means full rank.
         tried.model.rank = max(0, tried.model.rank) if tried.model.rounds else 0
     return tried.lock()
 
 
-def check_same(start: str, saved: Mapping[str, Any], asked: Mapping[str, Any], other: str) -> None:
-    """Refuses to go on with a study that is not the one that is asked for.
+def check_unchanged(
+    start: str, saved: Mapping[str, Any], requested: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuses to continue a saved study with different settings.
 
-    `start` begins the sentence, and `other` begins the remedy.
+    Args:
+      start: how the message begins.
+      saved: what the storage has about the study.
+      requested: what this worker has.
+      remedy: how the last sentence of the message begins.
     """
 
-    def fill(about):
-        """Adds today's default of each key that a study of an earlier version lacks."""
+    def fill(about: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Adds today's defaults of keys that a study of an earlier version does not have."""
         return {**about, "config": configs.base(about["config"])} if "config" in about else about
 
     free = [f"config.{name}" for name in workdirs.FREE_KEYS]
     lines = [
-        f"  {name}: {there} (there) vs {requested} (requested)"
-        for name, there, requested in configs.differences(fill(saved), fill(asked), free)
+        f"  {name}: {old} (there) vs {new} (requested)"
+        for name, old, new in configs.differences(fill(saved), fill(requested), free)
     ]
     if lines:
-        remedy = f"{other}, or the same settings to go on with it."
-        raise errors.UsageError("\n".join([f"{start} of another kind:", *lines, remedy]))
+        last = f"{remedy}, or the same settings to continue it."
+        raise errors.UsageError("\n".join([f"{start} with other settings:", *lines, last]))

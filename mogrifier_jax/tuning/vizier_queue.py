@@ -1,7 +1,6 @@
-"""The trials of a study in a Vizier service, which its light client reaches.
+"""The trials of a study in a Vizier service, which makes the suggestions.
 
-A worker that is started again gets its trials back. If it never comes back, no other worker gets
-them. The service makes the suggestions itself.
+A worker that is started again gets its trials back. If it never returns, no other worker gets them.
 """
 
 import contextlib
@@ -19,11 +18,11 @@ from mogrifier_jax import errors, files
 from mogrifier_jax.training import schedule, workdirs
 from mogrifier_jax.tuning import studies, trials
 
-OBJECTIVE = "valid_nats"  # The name of the values in the service.
+OBJECTIVE = "valid_nats"  # The name of the metric in the service.
 
 
 class Queue:
-    """The trials of one study in a service, as one worker sees them."""
+    """The trials of a study in a service, as one worker sees them; see `trials.Queue`."""
 
     def __init__(
         self,
@@ -48,26 +47,26 @@ class Queue:
             self._study = _open_service(storage, shown, name, ranges, about)
         except errors.UsageError:
             raise
-        except Exception as error:  # gRPC has many ways to say that nobody answers.
+        except Exception as error:  # gRPC raises many kinds of errors if nobody answers.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise errors.UsageError(
                 f"--storage={shown} cannot be reached: {reason}; start a Vizier service there"
             ) from None
 
     def ask(self, count: int = 1, shared: Iterable[str] = ()) -> list["Trial"]:
-        """Up to `count` trials to run now; the trials that this worker had before come first."""
-        del shared  # A service cannot be asked for given values.
-        known = self.records()
-        mine = sum(r.outcome == "running" and r.notes["worker"] == self._worker[0] for r in known)
-        count = min(count, max(mine, self.target - len(known)))
+        """Up to `count` trials to run now, beginning with those that this worker had before."""
+        del shared  # A service cannot be asked for suggestions with given values.
+        records = self.records()
+        mine = sum(r.outcome == "running" and r.notes["worker"] == self._worker[0] for r in records)
+        count = min(count, max(mine, self.target - len(records)))
         if count < 1:
             return []
-        given = self._study.suggest(count=count, client_id=self._worker[0])
-        return [Trial(client, self._ranges, self._prune) for client in given]
+        clients = self._study.suggest(count=count, client_id=self._worker[0])
+        return [Trial(client, self._ranges, self._prune) for client in clients]
 
-    def hold(self, asked: Sequence["Trial"]) -> contextlib.AbstractContextManager:
-        """Does nothing: the service knows which worker has a trial."""
-        return contextlib.nullcontext(asked)
+    def hold(self, held: Sequence["Trial"]) -> contextlib.AbstractContextManager[Any]:
+        """Does nothing, because the service knows which worker has a trial."""
+        return contextlib.nullcontext(held)
 
     def folders(self) -> set[str]:
         """The folders of all trials, as paths below the workdir."""
@@ -78,8 +77,8 @@ class Queue:
         return [self._record(client.materialize()) for client in self._study.trials()]
 
     def _record(self, trial: Any) -> trials.Record:
-        noted, remedy = trial.metadata.get("notes", "{}"), "use another study"
-        notes = files.parse_json(noted, trials.ATTRIBUTES, f"the notes of trial {trial.id}", remedy)
+        text, remedy = trial.metadata.get("notes", "{}"), "use another study"
+        notes = files.parse_json(text, trials.ATTRIBUTES, f"the notes of trial {trial.id}", remedy)
         notes |= {"worker": trial.assigned_worker}
         outcome = notes.get("outcome", "complete") if trial.is_completed else "running"
         complete = outcome == "complete"
@@ -90,15 +89,15 @@ class Queue:
 
 
 class Trial:
-    """One suggestion of a service that this worker tries; the methods are those of Optuna's."""
+    """A suggestion of a service that this worker tries; see `trials.Trial`."""
 
     def __init__(self, client: Any, ranges: Mapping[str, studies.Range], prune: bool):
         self._client, self._prune = client, prune
         self.number, self.folder = client.id, trials.folder_of(client.id)
-        given = client.parameters
-        # The service returns whole numbers as floats.
+        values = client.parameters
+        # The service returns integers as floats.
         self.params = {
-            name: int(given[name]) if limits.scale == "integer" else float(given[name])
+            name: int(values[name]) if limits.scale == "integer" else float(values[name])
             for name, limits in ranges.items()
         }
         self._notes: dict[str, Any] = {"folder": self.folder}
@@ -111,11 +110,11 @@ class Trial:
         return None
 
     def note(self, **values: Any) -> None:
-        """Keeps more facts about the trial, which the service gets when it has ended."""
+        """Notes more facts about the trial, which the service gets when the trial has ended."""
         self._notes |= values
 
     def finish(self, value: float) -> None:
-        """Notes the final value of a trial that came to its end."""
+        """Notes the final value of a trial that ran to its end."""
         self._complete(_measurement(value))
 
     def fail(self, outcome: str, reason: str) -> None:
@@ -137,7 +136,11 @@ def _measurement(value: float, step: int = 0) -> Any:
 
 
 def _open_service(
-    storage: str, shown: str, name: str, ranges: Mapping[str, studies.Range], about: Any
+    storage: str,
+    shown: str,
+    name: str,
+    ranges: Mapping[str, studies.Range],
+    about: Mapping[str, Any],
 ) -> Any:
     from vizier.service import clients
     from vizier.service import pyvizier as vz
@@ -153,23 +156,26 @@ def _open_service(
             space.add_float_param(key, low, high, scale_type=kind)
     goal = vz.ObjectiveMetricGoal.MINIMIZE
     config.metric_information.append(vz.MetricInformation(OBJECTIVE, goal=goal))
-    config.metadata["about"] = asked = json.dumps(about, sort_keys=True)
+    config.metadata["about"] = requested = json.dumps(about, sort_keys=True)
     study = clients.Study.from_study_config(config, owner="mogrifier_jax", study_id=name)
-    kept = study.materialize_study_config().metadata.get("about", asked)
-    saved = files.parse_json(kept, studies.ABOUT, f"the study {name!r}", "use another service")
-    studies.check_same(f"{shown} holds a study {name!r}", saved, about, "Use another service")
+    text = study.materialize_study_config().metadata.get("about", requested)
+    saved = files.parse_json(
+        text, studies.SAVED_SCHEMA, f"the study {name!r}", "use another service"
+    )
+    start = f"{shown} contains a study {name!r}"
+    studies.check_unchanged(start, saved, about, "Use another service")
     return study
 
 
 def _claim_name(workdir: str) -> tuple[str, Any]:
-    """A name that no other worker has now, and the lock that says so.
+    """A name that no other running worker has, and the lock that guarantees it.
 
-    The workdir is part of the name, so two workdirs of one host are different workers.
+    The workdir is part of the name, so workers of one host in two workdirs have different names.
     """
-    place = hashlib.sha256(os.fsencode(os.path.realpath(workdir))).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(workdir))).hexdigest()[:8]
     folder, number = pathlib.Path(workdir) / "workers", 0
     folder.mkdir(parents=True, exist_ok=True)
     while not workdirs.lock(lock := workdirs.open_lock(folder / f"{number}.lock")):
         lock.close()
         number += 1
-    return f"{socket.gethostname()}-{place}-{number}", lock
+    return f"{socket.gethostname()}-{digest}-{number}", lock

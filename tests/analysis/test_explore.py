@@ -13,8 +13,8 @@ import pytest
 import mogrifier_jax
 from experiments import text as experiment
 from mogrifier_jax import errors
-from mogrifier_jax.analysis import explore, gating
-from mogrifier_jax.data import corpora
+from mogrifier_jax.analysis import explore, explore_data, gate_statistics
+from mogrifier_jax.data import vocabularies
 from tests import browser as browsers
 from tests import workdir
 
@@ -38,17 +38,17 @@ def models(folders):
     return [mogrifier_jax.load(folders / name) for name in ("mogrifier", "lstm")]
 
 
-def make_words(folder):
+def make_words(folder, text="the cat sat on the mat\nand so on\n"):
     config = experiment.get_config("tiny")
     with config.unlocked():
         config.model.update(hidden_size=5, num_layers=1, rounds=1, rank=2)
         config.data.update(level="word", window=8)
-    vocab = corpora.Vocabulary.from_text("the cat sat on the mat\nand so on\n", "word")
+    vocab = vocabularies.Vocabulary.from_text(text, "word")
     return mogrifier_jax.load(workdir.write_run(folder, config, vocab))
 
 
 def unpack(index, packed):
-    """The inverse of `explore.pack`."""
+    """The inverse of `explore_data.pack`."""
     data, arrays = zlib.decompress(base64.b64decode(packed)), {}
     for name, kind, size in index:
         width = int(kind[1])
@@ -74,7 +74,7 @@ def test_arrays_are_packed_without_loss():
         "large": np.array([70_000, -1]),
         "none": np.zeros(0, np.int64),
     }
-    index, packed = explore.pack(arrays)
+    index, packed = explore_data.pack(arrays)
     assert [kind for _, kind, _ in index] == ["f4", "i2", "i4", "i2"]
     for name, found in unpack(index, packed).items():
         np.testing.assert_array_equal(found, arrays[name].ravel())
@@ -93,7 +93,7 @@ def test_arrays_are_packed_without_loss():
 )
 def test_maps_have_the_digits_that_are_shown(name, high, kind, decimals):
     values = np.linspace(0, high, 70).reshape(10, 7).astype(np.float32)
-    about, parts = explore.make_map(name, values, rounds=6, widest=7)
+    about, parts = explore_data.make_map(name, values, rounds=6, max_units=7)
     assert (about["kind"], about["decimals"], about["units"]) == (kind, decimals, 7)
     shown = parts["values"] / 10.0**decimals
     assert abs(shown.T - values).max() <= 0.5001 * 10.0**-decimals
@@ -105,7 +105,7 @@ def test_of_too_many_units_those_that_vary_most_are_kept():
     values = np.ones((4, 5), np.float32)
     values[:, 1] = [0.5, 1, 1.5, 1]
     values[:, 3] = [0.1, 1, 1.9, 1]
-    about, parts = explore.make_map("round1", values, rounds=1, widest=2)
+    about, parts = explore_data.make_map("round1", values, rounds=1, max_units=2)
     assert about["units"] == 5 and parts["kept"].tolist() == [1, 3]
     np.testing.assert_array_equal(parts["values"], np.rint(1000 * values[:, [1, 3]].T))
     np.testing.assert_allclose(parts["mean"], values.mean(1), rtol=1e-6)  # Of all.
@@ -113,10 +113,10 @@ def test_of_too_many_units_those_that_vary_most_are_kept():
 
 def test_maps_together_stay_within_the_limit():
     layers = [{"f": np.zeros((300, 200)), "i": np.zeros((300, 150))}] * 2
-    assert explore.limit_units(layers, 300 * 700) == 200
-    widest = explore.limit_units(layers, 300 * 699)
+    assert explore_data.limit_units(layers, 300 * 700) == 200
+    widest = explore_data.limit_units(layers, 300 * 699)
     assert widest == 174 and 4 * 300 * widest <= 300 * 699
-    assert explore.limit_units(layers, 10) == 1
+    assert explore_data.limit_units(layers, 10) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_maps_together_stay_within_the_limit():
     ],
 )
 def test_a_text_is_cut_after_its_first_tokens(level, text, length, expected):
-    vocab = corpora.Vocabulary.from_text("a b\n", level)
+    vocab = vocabularies.Vocabulary.from_text("a b\n", level)
     found = explore.first_tokens(vocab, text, length)
     assert found.strip() == expected.strip()
     assert len(vocab.encode(found)) == min(length, len(vocab.encode(text)))
@@ -147,7 +147,7 @@ def test_a_text_is_cut_after_its_first_tokens(level, text, length, expected):
     ],
 )
 def test_unknown_tokens_keep_their_spelling(level, text, expected):
-    vocab = corpora.Vocabulary.from_text("a b\n", level)
+    vocab = vocabularies.Vocabulary.from_text("a b\n", level)
     assert explore.spell_unknown(vocab, text, vocab.encode(text)) == expected
 
 
@@ -159,7 +159,7 @@ def test_a_text_cannot_break_the_page(tmp_path):
     assert page.save(tmp_path / "page.html").read_text() == document
     frame = page._repr_html_()
     assert frame.count("<") == 2 and 'srcdoc="&lt;!doctype html&gt;' in frame
-    with pytest.raises(errors.UsageError, match="none is not a folder; make it first"):
+    with pytest.raises(errors.UsageError, match="none is not a folder; create it first"):
         page.save(tmp_path / "none" / "page.html")
 
 
@@ -184,7 +184,7 @@ def test_a_page_asks_nobody_for_anything():
 )
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_loaded(folders, options, words):
     with pytest.raises(errors.UsageError) as refused:
-        explore.run(folders, **options)
+        explore.write_page(folders, **options)
     assert words in str(refused.value)
 
 
@@ -199,7 +199,7 @@ def test_texts_that_cannot_be_read_are_refused(folders, tmp_path):
         ({"path": str(tmp_path / "picture.png")}, "is not UTF-8 text"),
     ):
         with pytest.raises(errors.UsageError) as refused:
-            explore.run([str(folders / "mogrifier")], **options)
+            explore.write_page([str(folders / "mogrifier")], **options)
         assert words in str(refused.value)
     assert not (folders / "mogrifier" / "explore.html").exists()
 
@@ -207,13 +207,13 @@ def test_texts_that_cannot_be_read_are_refused(folders, tmp_path):
 @pytest.mark.slow
 def test_runs_that_do_not_go_together_are_refused(folders, models, tmp_path):
     other = mogrifier_jax.load(folders / "lstm")
-    other.vocabulary = corpora.Vocabulary.from_text("other\n", "character")
+    other.vocabulary = vocabularies.Vocabulary.from_text("other\n", "character")
     with pytest.raises(errors.UsageError, match=r"different vocabularies \(14 and 7 tokens\); giv"):
         models[0].explore("ab", other)
     alone = mogrifier_jax.load(folders / "lstm")
     with alone.config.unlocked():
         alone.config.data.episodic = True
-    with pytest.raises(errors.UsageError, match="models lines that stand alone"):
+    with pytest.raises(errors.UsageError, match="models independent lines"):
         alone.explore("ab")
 
 
@@ -234,14 +234,14 @@ def test_a_page_holds_scores_predictions_and_gates(models):
     }
     for model, run in zip(models, data["runs"], strict=True):
         found = unpack(run["index"], run["data"])
-        score, expected = model.score(SOME), model.predict(SOME, top=explore.TOP)
+        score, expected = model.score(SOME), model.predict(SOME, top=explore_data.TOP)
         np.testing.assert_allclose(found["bits"], score.nats / math.log(2), rtol=1e-6)
         assert run["bits_per_token"] == score.bits_per_token
         np.testing.assert_allclose(found["probabilities"], expected.probabilities.ravel())
         words = [data["words"][i] for i in found["ids"]]
         assert words == [model.vocabulary.tokens[i] for i in expected.ids.ravel()]
         for number, layer in enumerate(model.gates(SOME).layers):
-            named = gating.name_gates(layer)
+            named = gate_statistics.name_gates(layer)
             assert [about["name"] for about in run["layers"][number]] == list(named)
             for about in run["layers"][number]:
                 values = np.asarray(named[about["name"]])
@@ -252,7 +252,9 @@ def test_a_page_holds_scores_predictions_and_gates(models):
                 np.testing.assert_allclose(found[f"{key}/mean"], values.mean(1), atol=1e-6)
             if run["rounds"]:
                 strength = found[f"{number}/h_scale/strength"]
-                np.testing.assert_allclose(strength, gating.strength(named["h_scale"]), rtol=1e-5)
+                np.testing.assert_allclose(
+                    strength, gate_statistics.strength(named["h_scale"]), rtol=1e-5
+                )
     mogrifier, lstm = data["runs"]
     assert sorted(about["name"] for about in mogrifier["layers"][0]) == sorted(NAMES + ROUNDS)
     assert sorted(about["name"] for about in lstm["layers"][1]) == NAMES and lstm["rounds"] == 0
@@ -298,7 +300,7 @@ def test_predictions_agree_with_scores(models):
 def test_the_command_line_writes_into_the_first_workdir(folders, models, tmp_path, monkeypatch):
     both = [str(folders / name) for name in ("lstm", "mogrifier")]
     (tmp_path / "file.txt").write_text(TEXT)
-    path = explore.run(both, path=str(tmp_path / "file.txt"), length=40)
+    path = explore.write_page(both, path=str(tmp_path / "file.txt"), length=40)
     assert path == folders / "lstm" / "explore.html"
     data = data_of(explore.Page(path.read_text(), ""))
     assert data["source"].endswith(f"file.txt, the first 40 of {len(TEXT)} tokens")
@@ -312,20 +314,20 @@ def test_the_command_line_writes_into_the_first_workdir(folders, models, tmp_pat
     with config.unlocked():
         config.model.update(hidden_size=4, num_layers=1, rounds=2)
         config.data.update(path=str(tmp_path / "corpus.txt"))
-    vocab = corpora.Vocabulary.from_text(TEXT, config.data.level)
+    vocab = vocabularies.Vocabulary.from_text(TEXT, config.data.level)
     folder = workdir.write_run(tmp_path / "run", config, vocab)
-    data = data_of(explore.Page(explore.run([str(folder)], length=30).read_text(), ""))
+    data = data_of(explore.Page(explore.write_page([str(folder)], length=30).read_text(), ""))
     assert data["source"] == "the validation text of text" and len(data["tokens"]) == 30
-    shown = "".join(data["words"][i] for i in data["tokens"]).replace(corpora.EOS, "\n")
+    shown = "".join(data["words"][i] for i in data["tokens"]).replace(vocabularies.EOS, "\n")
     assert shown in TEXT and not TEXT.startswith(shown)
     # All of it, if there is no more.
-    data = data_of(explore.Page(explore.run([str(folder)]).read_text(), ""))
+    data = data_of(explore.Page(explore.write_page([str(folder)]).read_text(), ""))
     assert 30 < len(data["tokens"]) < 100
 
 
 @pytest.mark.slow
 def test_many_values_are_left_out_before_a_file_gets_large(models, monkeypatch):
-    monkeypatch.setattr(explore, "MAX_VALUES", 2_000)
+    monkeypatch.setattr(explore_data, "MAX_VALUES", 2_000)
     (run,) = data_of(models[0].explore(TEXT[:50]))["runs"]
     found = unpack(run["index"], run["data"])
     sizes = [len(found[f"0/{name}/kept"]) for name in NAMES + ROUNDS]
@@ -337,7 +339,7 @@ def test_many_values_are_left_out_before_a_file_gets_large(models, monkeypatch):
 def test_a_run_without_finite_scores_is_refused(folders):
     model = mogrifier_jax.load(folders / "lstm")
     model.params = {**model.params, "embedding": model.params["embedding"] * np.float32("nan")}
-    with pytest.raises(errors.UsageError, match="gives no finite scores: it has diverged"):
+    with pytest.raises(errors.UsageError, match="are not finite, so it has diverged"):
         model.explore("ab")
 
 
@@ -408,7 +410,7 @@ def check_card(browser, models, token):
     facts = {name: values for name, *values in rows(browser, "#facts tr[data-fact]")}
     lists = {name: rows(browser, f"#{name} .guess") for name in ("expected", "following")}
     for column, model in enumerate(models):
-        score, every = model.score(SOME), model.predict(SOME, top=explore.TOP)
+        score, every = model.score(SOME), model.predict(SOME, top=explore_data.TOP)
         bits = score.nats[token] / math.log(2)
         assert number(facts["surprisal"][column]) == pytest.approx(bits, abs=5.01e-4)
         shown = number(facts["probability"][column])
@@ -417,11 +419,11 @@ def check_card(browser, models, token):
         after = every.entropy_nats[token + 1] / math.log(2)
         assert number(facts["entropy after"][column]) == pytest.approx(after, abs=5.01e-4)
         for name, place in (("expected", token), ("following", token + 1)):
-            found = lists[name][column * explore.TOP : (column + 1) * explore.TOP]
+            found = lists[name][column * explore_data.TOP : (column + 1) * explore_data.TOP]
             for (word, _, p), i, exact in list(
                 zip(found, every.ids[place], every.probabilities[place], strict=True)
             )[:-1]:  # The last one may be the token that comes.
-                spelt = {" ": "␣", corpora.EOS: "↵"}
+                spelt = {" ": "␣", vocabularies.EOS: "↵", vocabularies.UNKNOWN: "unknown"}
                 own = model.vocabulary.tokens[i]
                 assert word == spelt.get(own, own)
                 assert number(p) == pytest.approx(100 * exact, abs=0.0501) or p == "<0.1%"
@@ -429,7 +431,7 @@ def check_card(browser, models, token):
 
 def check_maps(browser, model, layer, token):
     """The means in the diagram are those of the gates."""
-    named = gating.name_gates(model.gates(SOME).layers[layer])
+    named = gate_statistics.name_gates(model.gates(SOME).layers[layer])
     script = "return Object.fromEntries([...document.querySelectorAll('.node')].map((node) => "
     means = browser.run(script + "[node.dataset.map, node.querySelector('.value').textContent]))")
     assert set(means) == set(named)
@@ -480,7 +482,7 @@ def test_a_browser_shows_what_the_model_computes(show, browser, models):
             assert mean == pytest.approx(values[place].mean(), abs=5.02e-4)
     assert sorted(seen) == sorted(NAMES + ROUNDS)
     assert number(text_of(browser, "#lane-strength b")) == pytest.approx(
-        float(gating.strength(named["x_scale"])[token]), abs=5.02e-4
+        float(gate_statistics.strength(named["x_scale"])[token]), abs=5.02e-4
     )
 
 
@@ -552,6 +554,66 @@ def test_words_and_every_switch_work(show, browser, tmp_path):
     assert browser.run("return [state.token, state.unit]") == [2, unit]
     browser.press("s")
     assert text_of(browser, "#shades [aria-pressed=true]") == f"unit {unit}"
+
+
+@pytest.mark.slow
+@needs_browser
+def test_unknown_words_look_alike_and_are_counted_apart_from_the_corpus_own(
+    show, browser, tmp_path
+):
+    model = make_words(tmp_path / "run", "the cat sat on the mat\nand so on <unk>\n")
+    show(model.explore("the dog sat on the <unk> wolfhound mat <unk>"), "#token=2")
+    script = "return [...document.querySelectorAll(arguments[0])].map((s) => s.textContent)"
+    assert browser.run(script, "#text .unknown") == ["dog", "wolfhound"]
+    assert browser.run(script, "#text .rare") == ["<unk>", "<unk>"]
+    assert text_of(browser, "#source").endswith(
+        "2 unknown to the vocabulary, underlined; 2 written <unk> by the corpus, dotted."
+    )
+    assert text_of(browser, "#next") == "next unknown word, 2 in all"
+    assert text_of(browser, "#expected .real code") == "unknown"
+    browser.press(RIGHT)
+    assert text_of(browser, "#next") == "next sat, 1 in all"  # Control.
+
+
+@pytest.mark.slow
+@needs_browser
+def test_words_stay_in_their_box_and_ticks_on_the_canvas(show, browser, tmp_path):
+    model = make_words(tmp_path / "run")
+    show(model.explore("the dog incomprehensibilities sat on the mat"))
+    for token in range(7):
+        browser.run("update({ token: arguments[0] })", token)
+        script = "const g = document.querySelector('.glyph'); return [g.scrollWidth, g.clientWidth]"
+        inside, box = browser.run(script)
+        assert inside <= box, token
+    # What is drawn at the edge of the axis would be cut off.
+    show(model.explore("the mat " * 500, length=1000), "#token=1")
+    edge = """
+    const c = document.getElementById("axis"), width = 30;
+    const { data } = c.getContext("2d").getImageData(c.width - width, 0, width, c.height);
+    const last = data.filter((_, k) => Math.floor(k / 4) % width === width - 1);
+    return [last, data].map((values) => values.some((value) => value > 0));
+    """
+    assert browser.run(edge) == [False, True]
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_phone_shows_everything_in_its_width(show, browser, models):
+    page = models[0].explore(SOME * 8, models[1])
+    show(page)
+    wide = browser.run("return [GUTTER, view.count, view.column]")
+    browser.resize(390, 800)
+    try:
+        show(page, "#theme=dark")
+        assert browser.run("return document.documentElement.scrollWidth") <= 390
+        gutter, count, column = browser.run("return [GUTTER, view.count, view.column]")
+        assert gutter < wide[0] and count < wide[1] == len(SOME) * 8 and column >= 7 > wide[2] / 2
+        token = browser.run("return state.token")
+        browser.run("document.getElementById('forth').scrollIntoView()")
+        browser.point(*centre(browser, "#forth"), click=True)
+        assert browser.run("return state.token") == token + 1
+    finally:
+        browser.resize(1400, 1100)
 
 
 @pytest.mark.slow

@@ -32,10 +32,10 @@ def test_tables_show_all_models(monkeypatch, tmp_path, capsys):
         "b": ("Mogrifier", {"gates": [gate(0.25)], "recovery": [{**bucket(2.5), "above": 2}]}),
         "c": ("Mogrifier", {"gates": [gate(0.75)], "recovery": [{**bucket(1.5), "above": 2}]}),
     }
-    monkeypatch.setattr(inspection, "inspect", lambda workdir, max_windows: found[workdir])
+    monkeypatch.setattr(inspection, "measure", lambda workdir, max_windows: found[workdir])
     document, numbers = tmp_path / "RESULTS.md", tmp_path / "numbers.json"
     document.write_text("<!-- inspect gates -->\nold\n<!-- end -->\n\nrest\n")
-    inspection.run(["a", "b", "c"], document=str(document), json_path=str(numbers))
+    inspection.inspect(["a", "b", "c"], document=str(document), json_path=str(numbers))
     shown = capsys.readouterr().out
     assert "| 1, f | LSTM | 0.5 | 0.25 | 0.25 | 0.5 | 0.125 | 0.25 | 0.25 |" in shown
     assert "| 1, f | Mogrifier | 0.5 |" in shown
@@ -68,6 +68,6 @@ def test_empty_buckets_are_left_out():
 
 def test_what_is_no_workdir_is_refused(tmp_path):
     with pytest.raises(errors.UsageError, match="does not exist"):
-        inspection.run([str(tmp_path / "none")])
+        inspection.inspect([str(tmp_path / "none")])
     with pytest.raises(errors.UsageError, match="it has no config"):
-        inspection.run([str(tmp_path)])
+        inspection.inspect([str(tmp_path)])

@@ -1,19 +1,21 @@
-"""Sweeps: every variant builds within its budget, runs once, goes on, and is compared."""
+"""Sweeps: every variant builds within its budget, runs once, is continued, and is compared."""
 
 import json
 import math
 import os
 import pathlib
 import sys
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mogrifier_jax import configs, errors, hardware, partitioning
-from mogrifier_jax.analysis import sweeps, tables
+from mogrifier_jax.analysis import sweep_report, sweep_results, sweeps
 from mogrifier_jax.configs import Row, Set
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import metrics, programs, runs, train
+from mogrifier_jax.training import checkpoints, metrics, programs, runs, train, workdirs
 
 ROOT = pathlib.Path(__file__).parents[2]
 ABLATION = str(ROOT / "experiments" / "ablation.py")
@@ -162,33 +164,58 @@ def trained(monkeypatch):
         )
 
     monkeypatch.setattr(train, "train_and_evaluate", run)
-    monkeypatch.setattr(tables, "write", lambda *args, **options: None)
+    monkeypatch.setattr(sweep_report, "write", lambda *args: [])
     return started
 
 
 @pytest.mark.slow
-def test_every_run_is_made_once_seed_by_seed(file, trained, tmp_path):
-    sweeps.run(file, "both,cold", "1,3", str(tmp_path / "w"))
+def test_every_run_is_made_once_seed_by_seed(file, trained, tmp_path, capsys):
+    sweeps.sweep(file, "both,cold", "1,3", str(tmp_path / "w"))
     assert trained == [f"{v}/seed{k}" for k in (1, 3) for v in ("a", "b", "a_cold")]
-    sweeps.run(file, "both,cold", "1,3,4", str(tmp_path / "w"))
+    assert "no run has a result" in capsys.readouterr().out  # The stand-ins write none.
+    sweeps.sweep(file, "both,cold", "1,3,4", str(tmp_path / "w"))
     assert trained[6:] == ["a/seed4", "b/seed4", "a_cold/seed4"]
-    assert tables.read_record(tmp_path / "w" / "a" / "seed1")["seconds"] >= 0
+    assert sweep_results.read_record(tmp_path / "w" / "a" / "seed1")["seconds"] >= 0
+
+
+def test_runs_on_different_texts_are_not_compared(tmp_path, monkeypatch):
+    sweep, text = sweeps.Sweep(f"{ABLATION}:tiny"), {"train": "1", "valid": "2"}
+    jobs = [sweep.make_job(variant, 1, tmp_path) for variant in ("lstm", "r1", "r2")]
+
+    def begin(job, digests):
+        fingerprint = {f"{workdirs.CORPUS}{split}": digest for split, digest in digests.items()}
+        with checkpoints.Checkpoints(job.folder, fingerprint=fingerprint) as saved:
+            saved.save(1, {"x": jnp.float32(1)}, info={}, best=True)
+
+    def load(digests):
+        monkeypatch.setattr(runs, "make_task", lambda *_: types.SimpleNamespace(digests=digests))
+
+    load({"train": "3"})
+    sweeps.check_corpora(jobs, jobs)  # Control: nothing was trained yet.
+    begin(jobs[0], text)
+    with pytest.raises(errors.UsageError, match=f"train, valid for .* {jobs[1]} is not the one"):
+        sweeps.check_corpora(jobs, jobs[1:])
+    load(text)
+    sweeps.check_corpora(jobs, jobs[1:])
+    begin(jobs[1], text | {"valid": "3"})
+    with pytest.raises(errors.UsageError, match=f"text of valid for the run of {jobs[1]} is not"):
+        sweeps.check_corpora(jobs, jobs[2:])
 
 
 def test_a_run_that_diverges_does_not_end_the_sweep(file, trained, tmp_path):
-    sweeps.run(file, "both", "2,1", str(tmp_path / "w"))
+    sweeps.sweep(file, "both", "2,1", str(tmp_path / "w"))
     assert trained == ["a/seed2", "b/seed2", "a/seed1", "b/seed1"]
-    assert "step 3" in tables.read_record(tmp_path / "w" / "b" / "seed2")["diverged"]
-    assert sweeps.describe(tmp_path / "w" / "b" / "seed2") == "diverged"
-    sweeps.run(file, "both", "2,1", str(tmp_path / "w"))
+    assert "step 3" in sweep_results.read_record(tmp_path / "w" / "b" / "seed2")["diverged"]
+    assert sweeps.describe_result(tmp_path / "w" / "b" / "seed2") == "diverged"
+    sweeps.sweep(file, "both", "2,1", str(tmp_path / "w"))
     assert len(trained) == 4
 
 
 def test_a_run_that_is_stopped_ends_the_sweep(file, trained, tmp_path):
     with pytest.raises(errors.Interrupted):
-        sweeps.run(file, "both", "1", str(tmp_path / "w"), overrides={"step": 9})
-    assert trained == ["a/seed1"] and not sweeps.is_done(tmp_path / "w" / "a" / "seed1")
-    sweeps.run(file, "both", "1", str(tmp_path / "w"))
+        sweeps.sweep(file, "both", "1", str(tmp_path / "w"), overrides={"step": 9})
+    assert trained == ["a/seed1"] and not sweeps.is_finished(tmp_path / "w" / "a" / "seed1")
+    sweeps.sweep(file, "both", "1", str(tmp_path / "w"))
     assert trained == ["a/seed1", "a/seed1", "b/seed1"]
 
 
@@ -223,20 +250,20 @@ def beside(monkeypatch):
         return [sys.executable, "-c", SCRIPT, *seen[-1][3:]]
 
     monkeypatch.setattr(sweeps.Sweep, "command", command)
-    monkeypatch.setattr(tables, "write", lambda *args, **options: None)
+    monkeypatch.setattr(sweep_report, "write", lambda *args: [])
     return seen
 
 
 def test_several_runs_at_once(file, beside, tmp_path):
     workdir = tmp_path / "at_once"
-    sweeps.run(file, "both", "1,2", str(workdir), parallel=2, overrides={"step": 5})
+    sweeps.sweep(file, "both", "1,2", str(workdir), parallel=2, overrides={"step": 5})
     assert beside[0][1:] == [
         *("-m", "mogrifier_jax.main", f"--config={tmp_path / 'trial.py'}:a,tiny"),
         *("--config.step=5", "--config.seed=1", f"--workdir={workdir / 'a' / 'seed1'}"),
     ]
-    assert "some reason" in tables.read_record(workdir / "b" / "seed2")["diverged"]
+    assert "some reason" in sweep_results.read_record(workdir / "b" / "seed2")["diverged"]
     assert len(beside) == 4
-    sweeps.run(file, "both", "1,2", str(workdir), parallel=2, overrides={"step": 5})
+    sweeps.sweep(file, "both", "1,2", str(workdir), parallel=2, overrides={"step": 5})
     assert len(beside) == 4
 
 
@@ -244,16 +271,16 @@ def test_runs_at_once_share_the_cores(file, beside, tmp_path, monkeypatch):
     bound = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5, 7})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
-    sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
+    sweeps.sweep(file, "both", "1", str(tmp_path / "w"), parallel=2)
     assert bound[::2] == [{0, 2, 7}, {1, 5}]  # Where processes start,
     assert bound[1::2] == [{0, 1, 2, 5, 7}] * 2  # and what is restored.
-    noted = [tables.read_record(tmp_path / "w" / v / "seed1")["hardware"] for v in "ab"]
+    noted = [sweep_results.read_record(tmp_path / "w" / v / "seed1")["hardware"] for v in "ab"]
     assert noted == [f"{n} cpu, {n} of {os.cpu_count()} cores" for n in (3, 2)]
 
 
 @pytest.mark.skipif(len(hardware.usable_cores()) < 2, reason="needs two cores")
 def test_a_run_beside_another_sees_its_own_cores_only(file, beside, tmp_path):
-    sweeps.run(file, "both", "1", str(tmp_path / "w"), parallel=2)
+    sweeps.sweep(file, "both", "1", str(tmp_path / "w"), parallel=2)
     seen = [int((tmp_path / "w" / v / "seed1" / "cores").read_text()) for v in "ab"]
     assert sum(seen) == len(os.sched_getaffinity(0))
 
@@ -261,15 +288,15 @@ def test_a_run_beside_another_sees_its_own_cores_only(file, beside, tmp_path):
 def test_a_process_that_fails_ends_the_sweep_with_its_log(file, beside, tmp_path):
     broken, words = tmp_path / "broken", r"ended with code 1; the reason is in .*log.txt"
     with pytest.raises(errors.UsageError, match=words) as error:
-        sweeps.run(file, "both", "1", str(broken), parallel=2)
+        sweeps.sweep(file, "both", "1", str(broken), parallel=2)
     log = pathlib.Path(str(error.value).rsplit(" in ")[-1])
     assert log in [broken / variant / "seed1" / "log.txt" for variant in "ab"]  # Which ends first.
     assert "some reason" in log.read_text()
 
 
 def test_processes_that_are_stopped_are_left_for_the_next_time(file, beside, tmp_path):
-    with pytest.raises(errors.Interrupted, match="1 runs were stopped"):
-        sweeps.run(file, "both", "9,1", str(tmp_path / "w"), parallel=2)
+    with pytest.raises(errors.Interrupted, match="1 runs were stopped or not started"):
+        sweeps.sweep(file, "both", "9,1", str(tmp_path / "w"), parallel=2)
     done = [path.parent for path in (tmp_path / "w").glob("*/*/results.json")]
     assert len(done) == 3 and tmp_path / "w" / "a" / "seed9" not in done
 
@@ -280,12 +307,12 @@ def test_processes_that_are_stopped_are_left_for_the_next_time(file, beside, tmp
         (dict(names="bth"), "--set=bth is not in .* it has both, cold"),
         (dict(seeds="1,x"), "--seeds=1,x must be different numbers"),
         (dict(seeds="1,1"), "--seeds=1,1 must be different numbers"),
-        (dict(parallel=0), "--parallel=0 must be at least 1"),
+        (dict(parallel=0), "--parallel=0 must be the number of runs at a time, at least 1"),
     ],
 )
 def test_mistakes_are_named_before_any_run(file, trained, tmp_path, options, words):
     with pytest.raises(errors.UsageError, match=words):
-        sweeps.run(
+        sweeps.sweep(
             file,
             options.get("names", "both"),
             options.get("seeds", "1"),
@@ -295,124 +322,19 @@ def test_mistakes_are_named_before_any_run(file, trained, tmp_path, options, wor
     assert not trained
 
 
+def test_the_title_of_a_set_names_its_corpora():
+    sweep = sweeps.Sweep(f"{ABLATION}:small")
+    assert sweep.title_of(sweep.module.SETS["rounds"]) == "Rounds of gating, ptb"
+    assert sweep.title_of(sweep.module.SETS["characters"]).endswith(", ptb_char")
+    copy = sweeps.Sweep(COPY)
+    assert copy.title_of(copy.module.SETS["10m_1k"]) == "Reverse copy"
+
+
 def test_a_file_without_sets_is_refused():
     with pytest.raises(errors.UsageError, match="has no sets to sweep over"):
         sweeps.Sweep(str(ROOT / "experiments" / "mwc.py"))
-    with pytest.raises(errors.UsageError, match="is not an experiment"):
+    with pytest.raises(errors.UsageError, match="not the name of an experiment"):
         configs.load_config("none.py")
-
-
-def make_rows(values, **options):
-    """Rows as `collect` makes them, of seeds' nats."""
-    rows = []
-    for label, nats in values.items():
-        scores = [math.exp(value) for value in nats]
-        mean = sum(scores) / len(scores)
-        summary = {
-            **{"variant": label, "label": label, "x": None, "paper": None, "unit": "ppl"},
-            **{"runs": [""] * len(nats), "num_params": 2_000_000, "hidden_size": 150},
-            **{"batch_size": 16, "window": 35, "steps": 1000, "seconds": 60.0 * len(nats)},
-            **{"hardware": ["1 cpu, 2 cores"], "commits": ["0123456789+changes"]},
-            "valid": {
-                "scores": scores,
-                "mean": mean,
-                "spread": 1.25,
-                "nats": sum(nats) / len(nats),
-            },
-            "test": {"scores": scores, "mean": mean, "spread": None, "nats": nats[0]},
-        }
-        rows.append({**summary, **{key: value[label] for key, value in options.items()}})
-    return rows
-
-
-def test_a_table_has_mean_spread_paper_and_what_it_was_made_with():
-    rows = make_rows(
-        {"LSTM": [5.0, 5.2], "Mogrifier": [4.9]}, paper={"LSTM": 4.0, "Mogrifier": None}
-    )
-    lines = tables.to_markdown("Title", rows).splitlines()
-    assert lines[0] == "**Title**, perplexity"
-    assert lines[4].startswith(
-        "| LSTM | 2,000,000 | 150 | 2 | 164.84 ± 1.25 | 164.84 | 54.60 | 1.0 |"
-    )
-    assert lines[5].startswith("| Mogrifier | 2,000,000 | 150 | 1 | **134.29 ± 1.25** |")
-    assert lines[-1] == (
-        "1,000 steps of 16 x 35 tokens. Commit 0123456+; 1 cpu, 2 cores; 3 runs, 3m00s in all."
-    )
-
-
-def test_the_best_is_that_of_all_or_of_each_place():
-    nats = {"LSTM": [5.0], "Mogrifier": [4.9]}
-    short, long = (make_rows(nats, x=dict.fromkeys(nats, x)) for x in (5, 10))
-    assert [tables.is_best(row, short + long) for row in short + long] == [0, 1, 0, 1]
-    rounds = make_rows(nats, x={"LSTM": 0, "Mogrifier": 1}, label=dict.fromkeys(nats, "Mogrifier"))
-    assert [tables.is_best(row, rounds) for row in rounds] == [False, True]
-    assert not tables.is_best(short[0], short[:1])
-    long[0]["window"] = 70
-    assert tables.describe(short + long).startswith("1,000 steps of 16 x 35, 70 tokens.")
-
-
-def test_two_models_with_seeds_are_told_apart_by_a_standard_error():
-    rows = make_rows({"LSTM": [5.0, 5.2], "Mogrifier": [4.9, 4.9, 4.9]})
-    for row, nats in zip(rows, ([5.0, 5.2], [4.9, 4.9, 4.9]), strict=True):
-        row["runs"] = nats
-        row["valid"] = row["test"] = {"nats_of_seeds": nats}
-    # The variance of the first is 0.02, so that of its mean is 0.01; the second has none.
-    assert tables.compare_two(rows) == (
-        "LSTM − Mogrifier: 0.2000 nats on valid data (standard error 0.1000), "
-        "0.2000 nats on test data (standard error 0.1000)."
-    )
-    rows[1]["runs"] = [4.9]
-    assert tables.compare_two(rows) == "" == tables.compare_two(rows[:1])
-
-
-def test_a_document_keeps_everything_but_the_table(tmp_path):
-    report, made = tmp_path / "RESULTS.md", tmp_path / "work" / "both"
-    made.parent.mkdir()
-    made.with_suffix(".md").write_text("first\n")
-    made.with_suffix(".json").write_text("[]")
-    report.write_text("# Results\n\nbefore\n<!-- sweep trial:tiny both -->\n<!-- end -->\nafter\n")
-    tables.insert(report, "trial:tiny both", made)
-    assert (
-        "before\n<!-- sweep trial:tiny both -->\nfirst\n<!-- end -->\nafter" in report.read_text()
-    )
-    made.with_suffix(".md").write_text("second\n")
-    made.with_suffix(".png").write_bytes(b"picture")
-    tables.insert(report, "trial:tiny both", made)
-    text = report.read_text()
-    assert "first" not in text and text.startswith("# Results") and text.endswith("after\n")
-    assert "second\n\n![trial:tiny both](docs/results/trial_tiny_both.png)\n<!-- end -->" in text
-    assert (tmp_path / "docs" / "results" / "trial_tiny_both.json").read_text() == "[]"
-    tables.insert(report, "trial:tiny other", made)
-    assert report.read_text().startswith(text)
-
-
-def test_figures_show_every_row_and_the_paper_beside():
-    rows = make_rows(
-        {"LSTM": [5.0, 5.2], "Mogrifier": [4.9, 4.8]}, paper={"LSTM": 4.0, "Mogrifier": 3.9}
-    )
-    fig = tables.figure_of_set(Set("Both", [Row("a", "LSTM"), Row("b", "Mogrifier")]), rows)
-    for axes in fig.axes:
-        assert [t.get_text() for t in axes.get_yticklabels()] == ["LSTM", "Mogrifier"]
-    assert fig.axes[0].get_title() == "measured: 2M parameters, 2 seeds"
-    assert fig.axes[1].get_title() == "paper"
-    places = {"LSTM": 0, "Mogrifier": 5}
-    rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x=places)
-    (axes,) = tables.figure_of_set(Set("Curves", [], x_label="rounds"), rows).axes
-    assert axes.get_xlabel() == "rounds" and axes.get_xticks().tolist() == [0, 5]
-    rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x={"LSTM": "tied", "Mogrifier": "tied"})
-    (axes,) = tables.figure_of_set(Set("Words", [], x_label=""), rows).axes
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["tied"]
-
-
-def test_learning_curves_leave_out_what_comes_before_training():
-    curves = {"LSTM": [[(0, 9.0), (10, 5.0), (20, 4.0)]] * 2, "Mogrifier": [[(0, 9.0), (10, 3.0)]]}
-    rows = make_rows({"LSTM": [4.0, 4.0], "Mogrifier": [3.0]}, curves=curves)
-    (axes,) = tables.draw_curves(rows, "Title").axes
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[5.0, 4.0], [5.0, 4.0], [3.0]]
-    millions = [n * 16 * 35 / 1e6 for n in (10, 20)]
-    assert axes.lines[0].get_xdata().tolist() == pytest.approx(millions)
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["LSTM", "Mogrifier"] and axes.get_title() == "Title"
 
 
 @pytest.mark.slow
@@ -426,14 +348,14 @@ def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
     rates = {"optimizer.learning_rate": 0.03, "evaluation.softmax_temperature": 1.0}
     options = dict(overrides={"data.length": 3, "data.window": 4} | rates)
     sweep = sweeps.Sweep(f"{COPY}:tiny", **options)
-    pair = [Row("lstm", "LSTM", 3), Row("mogrifier", "Mogrifier", 3)]
-    sets = {"pair": Set("Pair", pair, unit="nats")}
+    rows = [Row("lstm", "LSTM", 3), Row("mogrifier", "Mogrifier", 3)]
+    pair = Set("Pair", rows, unit="nats")
     jobs = [sweep.make_job(variant, 1, tmp_path) for variant in ("lstm", "mogrifier")]
-    list(sweeps.run_here(jobs[:1]))
+    list(sweeps.run_in_turn(jobs[:1]))
     before = (jobs[0].folder / "results.json").stat().st_mtime_ns
-    assert [sweeps.is_done(job.folder) for job in jobs] == [True, False]
-    list(sweeps.run_here(jobs[1:]))
-    tables.write(sweep, sets, tmp_path, [1])
+    assert [sweeps.is_finished(job.folder) for job in jobs] == [True, False]
+    list(sweeps.run_in_turn(jobs[1:]))
+    written = sweep_report.write(tmp_path, "pair", pair, [1], "Pair of copies")
     assert (jobs[0].folder / "results.json").stat().st_mtime_ns == before
     rows = json.loads((tmp_path / "pair.json").read_text())
     assert [row["label"] for row in rows] == ["LSTM", "Mogrifier"]
@@ -449,16 +371,20 @@ def test_a_real_sweep_from_the_first_run_to_the_figure(tmp_path, monkeypatch):
     assert rows[0]["valid"]["mean"] != rows[1]["valid"]["mean"]
     assert "| LSTM | 3 |" in (tmp_path / "pair.md").read_text()
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+    assert written == [tmp_path / f"pair{end}" for end in (".json", ".md", ".png", "_curves.png")]
+    shown = sweep_report.show(written)
+    assert shown.startswith("Pair of copies, nats per token\n\nmodel ")
+    assert all(str(path) in shown for path in written)
 
 
 @pytest.mark.parametrize("score", ["1.5", None, float("nan"), [1.5]])
 def test_results_that_are_not_as_they_were_written_are_named(score, tmp_path):
     good = {"step": 4, "valid_nats": 1.5, "test_nats": 1.6, "valid_ppl": 4.5}
     (tmp_path / "results.json").write_text(json.dumps(good))
-    assert sweeps.describe(tmp_path) == "valid 1.5000 nats, 0s"  # Control.
+    assert sweeps.describe_result(tmp_path) == "valid 1.5000 nats, 0s"  # Control.
     (tmp_path / "results.json").write_text(json.dumps(good | {"valid_nats": score}))
     with pytest.raises(errors.UsageError, match=r"results.json .*valid_nats.* delete that folder"):
-        sweeps.describe(tmp_path)
+        sweeps.describe_result(tmp_path)
     (tmp_path / "sweep.json").write_text(json.dumps({"seconds": score}))
     with pytest.raises(errors.UsageError, match=r"sweep.json .*seconds"):
-        tables.read_record(tmp_path)
+        sweep_results.read_record(tmp_path)

@@ -21,6 +21,7 @@ import zipfile
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from absl import logging
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import corpora, datasets
@@ -107,9 +108,38 @@ def test_a_corpus_is_prepared_encoded_and_read_back(small_ptb, tmp_path):
     # From now on the files are not needed, and tfds finds the data by name.
     again = corpora.load_corpus("ptb")
     np.testing.assert_array_equal(again.train.tokens, corpus.train.tokens)
-    for split, text in zip(base.SPLITS, TEXTS.values(), strict=True):
+    for split, text in zip(corpora.SPLITS, TEXTS.values(), strict=True):
         source = tfds.data_source("ptb", split=split, data_dir=tmp_path / "cache")
         assert len(source) == 1 and source[0]["text"].tobytes() == text
+
+
+def test_preparing_a_corpus_from_files_says_nothing_about_downloads(
+    small_ptb, tmp_path, monkeypatch, capsys
+):
+    load = functools.partial(corpora.load_corpus, "ptb", source_dir=write(tmp_path / "a", TEXTS))
+    load()
+    assert "Downloading" not in "".join(capsys.readouterr())
+    # Control: tfds does say so.
+    monkeypatch.setattr(contextlib, "redirect_stdout", lambda _: contextlib.nullcontext())
+    load(data_dir=tmp_path / "other")
+    assert "Downloading" in capsys.readouterr().out
+
+
+def test_tfds_logs_nothing_about_a_text_and_our_own_messages_are_kept(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "book.txt").write_text("some words\n" * 30)
+    load = functools.partial(corpora.load_corpus, "text", path=str(tmp_path / "book.txt"))
+    with caplog.at_level("INFO"):
+        load()
+        load()
+        assert not caplog.records
+        logging.info("ours")
+        assert [record.message for record in caplog.records] == ["ours"]
+        # Control: tfds does log.
+        monkeypatch.setattr(base, "_quiet", contextlib.nullcontext)
+        load()
+    assert "Using custom data configuration" in caplog.text
 
 
 def test_large_texts_span_records(small_ptb, tmp_path, monkeypatch):
@@ -261,7 +291,8 @@ def finish(process):
 ALL_BUILDERS = """
 import dataclasses, functools, pathlib, sys
 import tensorflow_datasets as tfds
-from mogrifier_jax.data import datasets
+from mogrifier_jax.data import corpora, datasets
+from mogrifier_jax.data import corpora
 from mogrifier_jax.data.datasets import base, enwik8, text, text8
 files, out = map(pathlib.Path, sys.argv[1:])
 enwik8._VALID, enwik8._TEST = text8._VALID, text8._TEST = 10, 13
@@ -279,7 +310,7 @@ for name, cls in datasets.BUILDERS.items():
         source = tfds.builder_from_directory(builder.data_path).as_data_source()
     else:
         source = tfds.data_source("mwc/fi" if name == "mwc" else name, data_dir=out)
-    for split in base.SPLITS:
+    for split in corpora.SPLITS:
         assert len(source[split]) == builder.info.splits[split].num_examples
         print(name, split, source[split][0]["text"].tobytes().decode())
 assert "tensorflow" not in sys.modules
@@ -292,7 +323,7 @@ def test_every_builder_works_without_tensorflow(tmp_path):
         if name in ("text", "enwik8", "text8"):
             continue
         source = mwc.make_source("fi") if name == "mwc" else cls.SOURCE
-        for file, split in zip(source.files, base.SPLITS, strict=True):
+        for file, split in zip(source.files, corpora.SPLITS, strict=True):
             path = tmp_path / "files" / source.folders[0] / file.path
             write(path.parent, {path.name: f"{name}-{split}".encode()})
             expected.append(f"{name} {split} {name}-{split}")
@@ -302,7 +333,7 @@ def test_every_builder_works_without_tensorflow(tmp_path):
     expected += ["text8 train ab cdefghi", "text8 valid jkl", "text8 test mno"]
     out = finish(start_python(ALL_BUILDERS, tmp_path / "files", tmp_path / "out"))
     lines = [line for line in out.splitlines() if line.strip("x") and line]
-    assert sorted(lines) == sorted([*expected, *(f"text {split} x" for split in base.SPLITS)])
+    assert sorted(lines) == sorted([*expected, *(f"text {split} x" for split in corpora.SPLITS)])
     assert out.splitlines().count("x") == 17  # Of 18 + 1 + 1 lines.
 
 
@@ -337,6 +368,22 @@ def test_losing_the_race_is_no_error(small_ptb, tmp_path, monkeypatch):
     builder = base.prepare(make, source_dir)
     assert base.read(builder, "valid").tobytes() == TEXTS["ptb.valid.txt"]
     assert [path.name for path in (tmp_path / "cache/ptb").iterdir()] == ["1.0.0"]
+
+
+def test_data_that_another_process_prepares_after_a_look_is_known(small_ptb, tmp_path):
+    source_dir = write(tmp_path / "files", TEXTS)
+    make = functools.partial(ptb.Ptb, data_dir=tmp_path / "cache")
+    made = []
+
+    def make_before():
+        made.append(make())
+        base.prepare(make, source_dir)
+        return made[-1]
+
+    builder = base.prepare(make_before, source_dir)
+    assert base.read(builder, "valid").tobytes() == TEXTS["ptb.valid.txt"]
+    with pytest.raises(errors.UsageError, match="is damaged"):  # Control: the first one.
+        base.read(made[0], "valid")
 
 
 def test_a_killed_preparation_leaves_nothing_that_counts_as_prepared(
@@ -547,10 +594,10 @@ def test_text8_is_cut_into_splits_and_lines(small_text8, tmp_path):
     write(tmp_path / "files", {"text8.zip": make_zip({"text8": content})})
     corpus = corpora.load_corpus("text8", source_dir=tmp_path / "files")
     assert len(corpus.vocabulary) == 29
-    assert [len(getattr(corpus, s).tokens) for s in base.SPLITS] == [180 + 26, 12, 12]
+    assert [len(getattr(corpus, s).tokens) for s in corpora.SPLITS] == [180 + 26, 12, 12]
     assert corpus.train.line_starts[:3].tolist() == [0, 8, 16]
     assert len(corpus.valid.line_starts) == 2
-    read = "".join(corpus.vocabulary.decode(getattr(corpus, s).tokens) for s in base.SPLITS)
+    read = "".join(corpus.vocabulary.decode(getattr(corpus, s).tokens) for s in corpora.SPLITS)
     assert read.replace("\n", "").encode() == content
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import corpora, streams
+from mogrifier_jax.data import streams, vocabularies
 
 EOS = 9
 
@@ -19,7 +19,7 @@ def make_split(seed, num_lines, longest=6):
     rng = np.random.default_rng(seed)
     lines = [[*rng.integers(0, EOS, rng.integers(0, longest + 1)), EOS] for _ in range(num_lines)]
     starts = np.cumsum([0, *map(len, lines)])[:-1]
-    return lines, corpora.EncodedSplit(np.concatenate(lines).astype(np.uint8), starts)
+    return lines, vocabularies.EncodedSplit(np.concatenate(lines).astype(np.uint8), starts)
 
 
 def read_lines(lines, base, draw):
@@ -132,19 +132,6 @@ def test_any_order_of_reading_gives_the_same_windows():
     assert np.any(windows.targets[0] != backwards.targets[0])
 
 
-def test_positions_beyond_two_to_the_31_are_exact():
-    rng = np.random.default_rng(0)
-    divide = jax.jit(streams.divmod_product, static_argnums=(1, 2))
-    for factor, modulus in [(500, 90_000_001), (71, 5), (100_003, streams.MAX_TOKENS), (1, 1)]:
-        indices = [0, 1, 2**31 - 1, *rng.integers(0, 2**31, 20).tolist()]
-        quotients, remainders = divide(np.array(indices, np.int32), factor, modulus)
-        expected = [divmod(i * factor, modulus) for i in indices]
-        assert quotients.tolist() == [q % 2**32 for q, _ in expected]
-        assert remainders.tolist() == [r for _, r in expected]
-        if factor > 1:  # Control: the plain product overflows.
-            assert remainders.tolist() != (np.int32(indices) * np.int32(factor) % modulus).tolist()
-
-
 def test_a_window_far_into_training_equals_its_definition():
     _, split = make_split(2, 1000, longest=30)
     total, window, index = len(split.tokens), 500, 2**31 - 5
@@ -221,7 +208,7 @@ def test_trials_may_be_vectorised():
 
 
 def test_ten_line_example():
-    vocab = corpora.Vocabulary.from_tokens([f"w{i}" for i in range(10)], "word")
+    vocab = vocabularies.Vocabulary.from_tokens([f"w{i}" for i in range(10)], "word")
     split = vocab.encode_split("".join(f"w{i}\n" for i in range(10)))
     stream = streams.make_eval_stream(split, 3, vocab.eos_id)
 
@@ -281,6 +268,6 @@ def test_bad_requests_are_refused():
             streams.make_train_stream(split, batch_size, key, EOS)
     with pytest.raises(errors.UsageError, match="at least one"):
         streams.make_eval_stream(split, 0, EOS)
-    empty = corpora.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
+    empty = vocabularies.EncodedSplit(np.empty(0, np.uint8), np.empty(0, np.int64))
     with pytest.raises(errors.UsageError, match="0 tokens"):
         streams.make_train_stream(empty, 1, key, EOS)

@@ -59,7 +59,7 @@ def adapter(windows=4, **options):
 def adapt(run, settings):
     """Nats [windows, A, B, T] and weights; deterministic."""
     keys = montecarlo.sample_keys(KEY, len(settings))
-    return run.run(case()[1], dyneval.stack_settings(settings), keys, 0.9)
+    return run.adapt(case()[1], dyneval.stack_rules(settings), keys, 0.9)
 
 
 @pytest.mark.slow
@@ -167,6 +167,21 @@ def test_divergence_is_found_and_does_not_spread():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [[SETTING], [SETTING, OTHER]])
+def test_the_check_for_rounding_runs_the_program_of_the_scores(settings):
+    model, params, statistics = case()
+    run = dyneval.DynamicEvaluation(model, adaptation_plan(), statistics)
+    run(params, settings, 0.9)
+    programs = run._adapt_jitted._cache_size()
+    distance = run.rounding_nats(params, SETTING, 0.9, len(settings))
+    assert run._adapt_jitted._cache_size() == programs
+    assert 0 <= distance < dyneval.CHAOTIC_NATS
+    # Controls: another number of adaptations is another program, and divergence is no distance.
+    assert run.rounding_nats(params, WILD, 0.9, 3 - len(settings)) == math.inf
+    assert run._adapt_jitted._cache_size() == programs + 1
+
+
+@pytest.mark.slow
 def test_a_pass_ends_when_everything_diverged():
     nats, _ = adapt(adapter(12, chunk=2), [WILD])
     assert nats.shape[0] == 12 and np.isnan(nats[-1]).all()
@@ -178,8 +193,8 @@ def test_samples_adapt_by_themselves_and_are_averaged():
     run = adapter(dropout=DROPOUT)
     rates = montecarlo.scale_dropout(DROPOUT, 1.0)
     keys = montecarlo.sample_keys(KEY, 2)
-    settings = dyneval.stack_settings([SETTING] * 2)
-    nats, weights = run.run(params, settings, keys, 0.9, rates)
+    settings = dyneval.stack_rules([SETTING] * 2)
+    nats, weights = run.adapt(params, settings, keys, 0.9, rates)
     probabilities = np.exp(-nats.astype(np.float64)).mean(1)
     outcome = run.sample(params, SETTING, KEY, 2, 0.9)
     np.testing.assert_allclose(outcome.scores.nats, -np.log(probabilities).ravel(), rtol=1e-5)
@@ -246,7 +261,7 @@ def test_statistics_are_kept_until_something_changes(tmp_path, monkeypatch):
     (path,) = (tmp_path / "dyneval").iterdir()
     path.write_bytes(path.read_bytes()[:100])
     get(200, model, other, statistics_plan(), max_windows=1)
-    assert len(runs) == 5  # A damaged file is made again,
+    assert len(runs) == 5  # A damaged file is replaced,
     get(200, model, other, statistics_plan(), max_windows=1)
     assert len(runs) == 5  # and is good after that.
 
@@ -259,12 +274,12 @@ def test_statistics_whose_numbers_were_changed_are_made_again(name, tmp_path, mo
     get = functools.partial(dyneval.cached_statistics, tmp_path, 100, model, params)
     get(statistics_plan())
     get(statistics_plan())
-    assert "made again" not in caplog.text  # Control.
+    assert "computed again" not in caplog.text  # Control.
     (path,) = (tmp_path / "dyneval").iterdir()
     arrays = dict(np.load(path))
     np.savez(path, **arrays | {name: np.zeros_like(arrays[name])})
     jax.tree.map(np.testing.assert_array_equal, get(statistics_plan()), statistics)
-    assert "was changed; it is made again" in caplog.text
+    assert "was changed; the statistics are computed again" in caplog.text
 
 
 @pytest.mark.slow
@@ -273,7 +288,7 @@ def test_statistics_whose_numbers_were_changed_are_made_again(name, tmp_path, mo
 )
 def test_settings_that_cannot_be_are_refused(setting):
     with pytest.raises(errors.UsageError, match="must be at least 0"):
-        dyneval.stack_settings([setting])
+        dyneval.stack_rules([setting])
     with pytest.raises(errors.UsageError, match="side by side"):
         adapter(parallel=0)
     with pytest.raises(errors.UsageError, match="rates of dropout"):

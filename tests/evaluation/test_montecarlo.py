@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.data import corpora, tasks
+from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -17,7 +17,7 @@ WINDOW, SAMPLES = 5, 6
 DROPOUT = models.Dropout(state=0.3, output=0.4)
 KEY = jax.random.key(7)
 LINES = [f"{'abcdefgh'[i % 8] * (i % 5 + 1)}{'xyz'[i % 3]}" for i in range(14)]
-VOCAB = corpora.Vocabulary.from_text("\n".join(LINES), "character")
+VOCAB = vocabularies.Vocabulary.from_text("\n".join(LINES), "character")
 SPLIT = VOCAB.encode_split("\n".join(LINES))
 
 
@@ -116,7 +116,7 @@ def plain_pass(index, multiplier=1.0, window_keys=True):
     for window in range(plan.num_windows):
         batch = plan.batch_at(plan.stream, window)
         key = jax.random.fold_in(jax.random.fold_in(KEY, index), window if window_keys else 0)
-        nats, carry = dropped_out_nats(params, batch, carry, rates, key)
+        carry, nats = dropped_out_nats(params, batch, carry, rates, key)
         parts.append(np.asarray(nats))
     return evaluate.read_targets(plan).in_order(np.stack(parts)).nats
 
@@ -186,17 +186,17 @@ def test_log_probabilities_are_those_of_the_loss(components):
     rates = montecarlo.scale_dropout(DROPOUT, 1.0)
 
     @jax.jit
-    def both(temperature):
-        args = ({"params": params}, batch, model.zero_carry(2), rates, temperature)
+    def both(logit_scale):
+        args = ({"params": params}, batch, model.zero_carry(2), rates, logit_scale)
         methods = ("batch_nats", montecarlo.log_probabilities)
         return [model.apply(*args, rngs={"dropout": KEY}, method=method) for method in methods]
 
-    (nats, carry), (log_p, same_carry) = both(0.8)
+    (carry, nats), (same_carry, log_p) = both(0.8)
     chosen = jnp.take_along_axis(log_p, batch.targets[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(-chosen, nats, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jnp.exp(log_p).sum(-1), 1.0, rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, carry, same_carry)
-    assert np.abs(both(1.0)[0][0] - nats).max() > 1e-3
+    assert np.abs(both(1.0)[0][1] - nats).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_nothing_beyond_the_block_is_held():
         carry = jax.tree.map(lambda a: run._place(jnp.zeros((64, *a.shape))), model.zero_carry(2))
         rates = montecarlo.scale_dropout(DROPOUT, 1.0)
         args = (params, run.plan.stream, carry, 0, 4, 0.9, rates, run._blocks)
-        return run._run.lower(*args).compile().memory_analysis().temp_size_in_bytes
+        return run._score_jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(large) > 4 * temporaries(small)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mogrifier_jax.nn import cells, layers, rnn
+from mogrifier_jax.nn import layers, rnn
 from tests import quick, reference
 
 T, B, D, H = 3, 2, 3, 4
@@ -39,7 +39,8 @@ def problem(module):
     """Inputs, a start, a state mask, and weights that make outputs and end a scalar."""
     rng = np.random.default_rng(1)
     xs = rng.standard_normal((T, B, D))
-    like = jax.eval_shape(lambda: module.initialize_carry(None, (B, D)))
+    zero = functools.partial(module.initialize_carry, None, (B, D))
+    like = jax.eval_shape(lambda: module.to_state(zero(), jnp.float64))
     carry = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), like)
     keep = rng.random((T, B, H)) < 0.7
     return xs, carry, keep, rng.standard_normal((T, B, H)), rng.standard_normal((B, H))
@@ -209,11 +210,11 @@ def test_gru_without_rounds_is_the_gru_of_flax():
     theirs["hn"]["bias"] = gates["candidate_bias"]
     xs, (h,), _, _, _ = problem(module)
     expected, _ = nn.GRUCell(H).apply({"params": theirs}, h, xs[0])
-    (found,), _ = module.apply({"params": params}, cells.Carry(h), xs[0])
+    found, _ = module.apply({"params": params}, h, xs[0])
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     gated, gated_params = make("mogrifier gru")
     gated_params = {**gated_params, "gates": gates}
-    (other,), _ = gated.apply({"params": gated_params}, cells.Carry(h), xs[0])
+    other, _ = gated.apply({"params": gated_params}, h, xs[0])
     assert abs(other - expected).max() > 1e-2
 
 

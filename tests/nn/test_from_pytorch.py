@@ -1,11 +1,13 @@
-"""Weights of PyTorch cells: the converted cell computes what the original computes."""
+"""Cells of PyTorch and ours: converted in either direction, they compute the same."""
 
 import functools
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+import mogrifier_jax
 from mogrifier_jax import errors
 from mogrifier_jax.nn import from_pytorch
 from tests import quick
@@ -233,6 +235,109 @@ def test_what_cannot_be_converted_is_explained(weights, options, words):
         from_pytorch.convert(weights, **options)
 
 
+def draw_params(cell, seed=0):
+    """Random parameters of a linen cell for D input features."""
+    shapes = jax.eval_shape(lambda: cell.init(jax.random.key(0), D, method="weights"))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), shapes["params"])
+
+
+@pytest.mark.parametrize("gating", ["list", "q_r"])
+@pytest.mark.parametrize("recurrence", ["lstm_cell", "lstm", "linears", "tensors"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rounds": 0},
+        {"rounds": 1},
+        {"rounds": 5},
+        {"rounds": 4, "rank": K},
+        {"rounds": 3, "gate_bias": False},
+    ],
+    ids=str,
+)
+def test_a_cell_comes_back_from_pytorch_as_it_went(options, recurrence, gating):
+    cell = mogrifier_jax.MogrifierLSTMCell(H, cap_input_gate=False, **options)
+    params = draw_params(cell)
+    state_dict = from_pytorch.to_pytorch(
+        cell, params, recurrence=recurrence, gating=gating, prefix="layers.1."
+    )
+    assert all(name.startswith("layers.1.") for name in state_dict)
+    assert all(a.dtype == np.float32 and a.flags.c_contiguous for a in state_dict.values())
+    # A list q without a list r looks like a single list, which is the same for one round.
+    converted = from_pytorch.convert(state_dict, prefix="layers.1.")
+    assert converted.cell.rounds == cell.rounds and converted.cell.rank == cell.rank
+    jax.tree.map(np.testing.assert_array_equal, converted.params, params)
+
+
+def test_shared_maps_come_back_as_they_went():
+    weights, _, rounds, options = shared_pair()
+    cell, params = from_pytorch.convert(weights, **options)
+    state_dict = from_pytorch.to_pytorch(cell, params, gating="shared")
+    assert set(state_dict) == set(weights)
+    for name in weights:
+        if "lstm.bias" not in name:  # The two biases of PyTorch's LSTM become their sum.
+            np.testing.assert_array_equal(state_dict[name], weights[name].astype(np.float32))
+    biases = [weights[f"lstm.bias_{side}"] for side in ("ih", "hh")]
+    np.testing.assert_allclose(state_dict["lstm.bias_ih"], sum(biases), rtol=1e-6)
+    assert not state_dict["lstm.bias_hh"].any()
+    params["round_3"] = jax.tree.map(lambda a: a + 1, params["round_3"])
+    with pytest.raises(errors.UsageError, match=r"rounds 1 and 3 have different weights"):
+        from_pytorch.to_pytorch(cell, params, gating="shared")
+    assert len(from_pytorch.to_pytorch(cell, params, gating="q_r")) == 4 + 3 * rounds
+
+
+def test_the_state_dict_computes_what_our_cell_computes():
+    cell = mogrifier_jax.MogrifierLSTMCell(H, rounds=5, cap_input_gate=False)
+    params = draw_params(cell)
+    weights = from_pytorch.to_pytorch(cell, params)
+    found = run(weights, lambda i, v: linear(weights, f"mogrifier_list.{i}", v), 5, XS)
+    np.testing.assert_allclose(run_ours((cell, params)), found, rtol=1e-4, atol=1e-5)
+    capped = run_ours((cell.copy(cap_input_gate=True), params))
+    assert abs(capped - found).max() > 1e-2  # Which is why a capped cell is refused.
+
+
+def test_a_cell_of_nnx_has_its_parameters_itself():
+    cell = mogrifier_jax.nnx.LSTMCell(D, H, cap_input_gate=False, rngs=nnx.Rngs(0))
+    state_dict = from_pytorch.to_pytorch(cell)
+    expected = from_pytorch.to_pytorch(cell.spec, cell.params())
+    assert {name: a.shape for name, a in state_dict.items()} == {
+        "weight_ih": (4 * H, D),
+        "weight_hh": (4 * H, H),
+        "bias_ih": (4 * H,),
+        "bias_hh": (4 * H,),
+    }
+    jax.tree.map(np.testing.assert_array_equal, state_dict, expected)
+    # The forget gate is PyTorch's second block and our third.
+    forget = state_dict["weight_ih"][H : 2 * H].T
+    np.testing.assert_array_equal(forget, cell.params()["gates"]["input"][:, 2])
+
+
+@pytest.mark.parametrize(
+    ("cell", "options", "words"),
+    [
+        (mogrifier_jax.LSTMCell(H), {}, r"PyTorch has no LSTMCell with cap_input_gate=True; only"),
+        (mogrifier_jax.MogrifierGRUCell(H), {}, r"PyTorch has no MogrifierGRUCell, so it cannot"),
+        (mogrifier_jax.MLSTMCell(H, cap_input_gate=False), {}, r"PyTorch has no MLSTMCell"),
+        (
+            mogrifier_jax.LSTMCell(H, cap_input_gate=False, zoneout=0.1, zigzag=False),
+            {},
+            r"zigzag=False, zoneout=0.1; only one with zigzag=True, zoneout=0.0 can",
+        ),
+        (None, {"params": {}}, r"params are not those of this LSTMCell; give what its init made"),
+        (None, {"params": {"gates": {"input": draw(D, 4, 7)}}}, r"params are not those"),
+        (None, {"recurrence": "gru"}, r"recurrence 'gru' is not a layout; use one of lstm_cell"),
+        (None, {"gating": 3}, r"gating 3 is not a layout; use one of list, q_r, shared"),
+        (None, {"prefix": 3}, r"prefix 3 must be a string"),
+        ("a cell", {}, r"'a cell' is not a cell of this package"),
+    ],
+)
+def test_what_pytorch_does_not_have_is_refused(cell, options, words):
+    plain_cell = mogrifier_jax.LSTMCell(H, cap_input_gate=False)
+    params = draw_params(plain_cell)
+    with pytest.raises(errors.UsageError, match=words):
+        from_pytorch.to_pytorch(cell or plain_cell, **({"params": params} | options))
+
+
 def make_torch_cell(torch, rounds, rank):
     """The cell as people write it in PyTorch."""
 
@@ -277,3 +382,36 @@ def test_converted_cells_compute_what_torch_computes(rounds, rank):
     half = module.to(torch.bfloat16).state_dict()  # NumPy has no such dtype.
     coarse = run_ours(from_pytorch.convert(half))
     assert 1e-6 < abs(coarse - np.stack(hs)).max() < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rounds", "rank"), [(5, 0), (4, K), (0, 0)])
+def test_torch_computes_what_our_cell_computes(rounds, rank):
+    torch = pytest.importorskip("torch")
+    cell = mogrifier_jax.MogrifierLSTMCell(H, rounds=rounds, rank=rank, cap_input_gate=False)
+    params = draw_params(cell)
+    module = make_torch_cell(torch, rounds, rank) if rounds else torch.nn.LSTMCell(D, H)
+    if rank:  # Ours has a bias only after the second factor, as this module does.
+        assert module.mogrifier_list[0][0].bias is None
+
+    def run_torch(module):
+        state, hs = (torch.zeros(B, H), torch.zeros(B, H)), []
+        with torch.no_grad():
+            for x in torch.tensor(XS, dtype=torch.float32):
+                state = module(x, state)
+                hs.append(state[0].numpy())
+        return np.stack(hs)
+
+    before = run_torch(module)
+    state_dict = from_pytorch.to_pytorch(cell, params)
+    module.load_state_dict({name: torch.from_numpy(a) for name, a in state_dict.items()})
+    ours = run_ours((cell, params))
+    np.testing.assert_allclose(run_torch(module), ours, rtol=1e-4, atol=1e-5)
+    assert abs(before - ours).max() > 1e-2
+    if not rounds:  # The whole sequence at once, by torch.nn.LSTM.
+        layer = torch.nn.LSTM(D, H)
+        state_dict = from_pytorch.to_pytorch(cell, params, recurrence="lstm")
+        layer.load_state_dict({name: torch.from_numpy(a) for name, a in state_dict.items()})
+        with torch.no_grad():
+            ys = layer(torch.tensor(XS, dtype=torch.float32))[0]
+        np.testing.assert_allclose(ys, ours, rtol=1e-4, atol=1e-5)

@@ -89,7 +89,7 @@ def test_lamb_reference(case, fast):
     @quick.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(params):
-        values, carry = nats(model, params, *golden.batch(), None, golden.LENGTHS, temperature=0.9)
+        carry, values = nats(model, params, *golden.batch(), None, golden.LENGTHS, logit_scale=0.9)
         plain = values.sum(1).mean()
         penalty = 0.5 * sum(jnp.square(p).sum() for p in jax.tree.leaves(params))
         return plain + 0.01 * penalty, (plain, values, carry)
@@ -140,7 +140,7 @@ def test_model_with_dropout_and_gradients_equals_the_numpy_loops(name, masks, fl
         masks.clear()
         rngs = {"dropout": jax.random.key(0)}
         params, carry, temperature = tree
-        values, end = nats(
+        end, values = nats(
             model, params, inputs, targets, carry, LENGTHS, RATES, temperature, rngs=rngs
         )
         return (values * weights).sum(), (values, end)
@@ -209,7 +209,7 @@ def test_residual_layers_equal_the_sum_of_two_layers_also_with_cell_output_dropo
             shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
             params = jax.tree.map(np.float32, fill(shapes))
             rngs = {"dropout": jax.random.key(1)}
-            found.append(nats(model, params, inputs, targets, rates=rates, rngs=rngs)[0])
+            found.append(nats(model, params, inputs, targets, rates=rates, rngs=rngs)[1])
         assert np.array_equal(*found) == same
 
 
@@ -268,7 +268,7 @@ def test_rates_are_traced_and_none_takes_the_operation_away():
     def loss(rates):
         traces.append(rates)
         rngs = {"dropout": jax.random.key(0)}
-        return nats(model, params, *batch(), rates=rates, rngs=rngs)[0].sum()
+        return nats(model, params, *batch(), rates=rates, rngs=rngs)[1].sum()
 
     low, high = (
         loss(jax.tree.map(lambda rate, f=factor: jnp.float32(f * rate), RATES))
@@ -319,7 +319,7 @@ def test_chunked_loss_is_equal_and_never_makes_all_logits(components, float64):
         def loss(params, model=model):
             rngs = {"dropout": jax.random.key(0)}
             rates = models.Dropout(output=0.3, downprojected=0.3)
-            values, _ = nats(model, params, inputs, targets, rates=rates, rngs=rngs)
+            _, values = nats(model, params, inputs, targets, rates=rates, rngs=rngs)
             return (values * jnp.arange(1.0, steps + 1)[None]).sum()
 
         results[most] = jax.device_get(quick.jit(loss)(fill(shapes)))
@@ -348,7 +348,7 @@ def test_cpus_take_logits_in_chunks_that_fit_a_cache_and_other_platforms_do_not(
     shapes = jax.eval_shape(model.init, jax.random.key(0), **model.example())["params"]
 
     def program(platform):
-        run = quick.on_platform(platform, lambda params: nats(model, params, inputs, targets)[0])
+        run = quick.on_platform(platform, lambda params: nats(model, params, inputs, targets)[1])
         return str(jax.make_jaxpr(run)(shapes))
 
     chunk, whole = f"f32[{5 * B},{vocab_size}]", f"f32[{steps},{B},{vocab_size}]"
@@ -364,13 +364,13 @@ def test_two_windows_equal_one_long_window(float64):
     model, params = make("mixture")
     inputs, targets = batch()
     run = quick.jit(functools.partial(nats, model, params))
-    whole, end = run(inputs, targets, model.zero_carry(B))
-    first, middle = run(inputs[:, :3], targets[:, :3], model.zero_carry(B))
-    second, last = run(inputs[:, 3:], targets[:, 3:], middle)
+    end, whole = run(inputs, targets, model.zero_carry(B))
+    middle, first = run(inputs[:, :3], targets[:, :3], model.zero_carry(B))
+    last, second = run(inputs[:, 3:], targets[:, 3:], middle)
     np.testing.assert_allclose(np.concatenate([first, second], 1), whole, rtol=1e-10)
     for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(end), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10)
-    restarted, _ = run(inputs[:, 3:], targets[:, 3:], model.zero_carry(B))
+    _, restarted = run(inputs[:, 3:], targets[:, 3:], model.zero_carry(B))
     assert abs(restarted - second).max() > 1e-3
 
 
@@ -384,9 +384,9 @@ def test_trainable_initial_state_is_used_and_trained(float64):
 
     def loss(start, carry):
         if carry is not None:
-            return nats(plain, params, *batch(), carry)[0].sum()
+            return nats(plain, params, *batch(), carry)[1].sum()
         stack = {**params["stack"], "initial_state": start}
-        return nats(model, {**params, "stack": stack}, *batch())[0].sum()
+        return nats(model, {**params, "stack": stack}, *batch())[1].sum()
 
     carry = jax.tree.map(lambda leaf: np.stack([leaf] * B), start)
     run = quick.jit(jax.value_and_grad(loss, (0, 1), allow_int=True))
@@ -410,8 +410,8 @@ def test_gates_and_logits_equal_the_numpy_loops(name, float64):
     @quick.jit
     def look(params, carry):
         variables = {"params": params}
-        gates, end = model.apply(variables, inputs, carry, method="gates")
-        logits, expected_end = model.apply(variables, inputs, carry, 0.8, method="logits")
+        end, gates = model.apply(variables, inputs, carry, method="gates")
+        expected_end, logits = model.apply(variables, inputs, carry, 0.8, method="logits")
         return gates, end, jax.nn.log_softmax(logits), expected_end
 
     gates, end, log_p, expected_end = jax.device_get(look(params, carry))
@@ -469,7 +469,7 @@ def test_bfloat16_is_close_and_keeps_float32_where_it_matters(strict_dtypes):
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss(params, model=model):
             rngs = {"dropout": jax.random.key(0)}
-            values, end = nats(model, params, inputs, targets, None, LENGTHS, RATES, 0.9, rngs=rngs)
+            end, values = nats(model, params, inputs, targets, None, LENGTHS, RATES, 0.9, rngs=rngs)
             return values.sum(), (values, end)
 
         results[dtype] = jax.device_get(loss(params))

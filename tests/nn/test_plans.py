@@ -32,7 +32,9 @@ def sizes_of(cell, steps=T, batch=B, features=D):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "make_plan", make_plan)
-        jax.eval_shape(run, jax.ShapeDtypeStruct((steps, batch, features), cell.dtype))
+        jax.eval_shape(
+            run, jax.ShapeDtypeStruct((steps, batch, features), cell.dtype or jnp.float32)
+        )
     (sizes,) = set(asked)
     return sizes
 

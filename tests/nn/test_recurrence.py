@@ -34,6 +34,7 @@ def problem(cell, input_size=D, steps=T, batch=B):
 
     def init(key):
         carry = cell.initialize_carry(key, (batch, input_size))
+        carry = cell.to_state(carry, jnp.float32)
         xs = jnp.zeros((1, batch, input_size), cell.dtype)
         return rnn.RNN(cell).init(key, carry, xs, method="window")["params"], carry
 
@@ -41,7 +42,7 @@ def problem(cell, input_size=D, steps=T, batch=B):
     rng = np.random.default_rng(0)
     params, carry = jax.tree.map(lambda a: 0.5 * rng.standard_normal(a.shape), shapes)
     xs = rng.standard_normal((steps, batch, input_size))
-    keep = rng.random((steps, batch, cell.hidden_size)) < 0.7
+    keep = rng.random((steps, batch, cell.features)) < 0.7
     valid = np.arange(steps)[:, None] < np.array(LENGTHS[:batch])
     return (params, carry, xs), keep, valid
 

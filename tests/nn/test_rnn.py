@@ -418,9 +418,10 @@ def trace_window(carry, xs, **masks):
         (ZERO, XS[..., :3], {}, r"x has 3 features and the parameters are for 4"),
         (ZERO, XS[:, :2], {}, r"carry .*\[3, 6\].* does not fit .*\(2, 4\).*\[2, 6\].*initialize_"),
         (cells.Carry(ZERO.h), XS, {}, r"carry Carry.* does not fit .*LSTMCarry"),
-        (tuple(ZERO), XS, {}, r"carry .* does not fit .*LSTMCarry"),
+        (ZERO.h, XS, {}, r"carry float32.* does not fit .*LSTMCarry"),
+        ((*ZERO, ZERO.h), XS, {}, r"carry .* does not fit .*LSTMCarry"),
         (ZERO._replace(c=ZERO.c[:, :5]), XS, {}, r"\[3, 5\].* does not fit .*\[3, 6\]"),
-        (ZERO._replace(c=ZERO.c.astype(jnp.bfloat16)), XS, {}, r"bfloat16.*does not fit.*float32"),
+        (ZERO._replace(c=ZERO.c.astype(jnp.int32)), XS, {}, r"int32.*does not fit.*floats"),
         (ZERO, XS, {"keep": MASK}, r"keep and scale belong together"),
         (ZERO, XS, {"keep": MASK[:2], "scale": 1.0}, r"keep of shape \(2, 6\) must be \(5, 3, 6\)"),
         (ZERO, XS, {"valid": jnp.ones((B, T), bool)}, r"valid .*\(3, 5\) must be \[time, batch\]"),
@@ -439,8 +440,8 @@ def test_fitting_input_of_a_window_is_not_refused():
 @pytest.mark.parametrize(
     "options, given, words",
     [
-        ({"remat_window": 0}, {}, "remat_window 0 must be a whole number, at least 1"),
-        ({"unroll": 0}, {}, "unroll 0 must be a whole number, at least 1"),
+        ({"remat_window": 0}, {}, "remat_window 0 must be at least 1, or left out"),
+        ({"unroll": 0}, {}, "unroll 0 must be at least 1"),
         ({"state_dropout": 1.0}, {"deterministic": False}, "dropout rate 1.0 must be at least 0"),
         ({}, {"inputs": XS[0, 0]}, r"inputs \(4,\) must be \[..., time, features\]"),
         ({}, {"seq_lengths": LENGTHS[:2]}, r"seq_lengths of shape \(2,\) .* here \(3,\)"),
@@ -497,3 +498,21 @@ def test_negative_lengths_are_refused(lengths):
     for name in ("elman", "nn.GRUCell"):
         with pytest.raises(errors.UsageError, match="must not be negative; give 0 for an empty"):
             run_long(name, lengths, traced=False)
+
+
+class Doubled(layers.LSTMCell):
+    """A cell whose output is not its state."""
+
+    def __call__(self, carry, x):
+        carry, h = super().__call__(carry, x)
+        return carry, 2 * h
+
+
+@pytest.mark.parametrize("resets", [None, np.arange(T) == 2])
+def test_a_step_that_a_subclass_overrides_is_run(resets):
+    cell = layers.LSTMCell(6)
+    variables, xs = problem(cell)
+    given = {} if resets is None else {"resets": np.broadcast_to(resets, xs.shape[:2])}
+    want = rnn.RNN(cell).apply(variables, xs, **given)
+    ys = rnn.RNN(Doubled(6)).apply(variables, xs, **given)
+    np.testing.assert_allclose(ys, 2 * want, rtol=1e-5, atol=1e-6)

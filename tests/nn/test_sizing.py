@@ -129,7 +129,7 @@ def test_layers_have_the_tensors_written_out(cell, options, shapes):
 
 @pytest.mark.parametrize("cell, options, shapes", LAYERS)
 def test_layers_have_the_parameters_of_the_modules(cell, options, shapes):
-    module = layers.CELLS[cell](**{"hidden_size": H, "rounds": 0, **options})
+    module = layers.CELLS[cell](**{"features": H, "rounds": 0, **options})
     carry = module.initialize_carry(jax.random.key(0), (1, D))
     params = jax.eval_shape(module.init, jax.random.key(0), carry, jnp.ones((1, D)))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == size(shapes)

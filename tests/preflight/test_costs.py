@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mogrifier_jax.preflight import costs, targets
+from mogrifier_jax.preflight import costs, flops, memory, targets, topologies
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
@@ -82,29 +82,6 @@ def test_gpu_programs_have_flops_and_collectives():
     assert analysis.collectives[0].wire_bytes == 2 * 256 * 256 * 2 * 7 // 8
 
 
-def test_gpu_time_is_a_roofline():
-    chip = targets.CHIPS["h100"]
-    analysis = costs.analyse(read("scan_h100"))
-    seconds = costs.compute_seconds(analysis, chip)
-    launches = sum(c.executions for c in analysis.costs) * chip.launch
-    moved = sum(c.executions * c.traffic_each for c in analysis.costs) / chip.memory_bandwidth
-    assert launches < seconds <= launches + moved * 1.001
-
-
-def test_tpu_time_is_cycles_over_clock():
-    analysis = costs.analyse(read("nested_v5e"))
-    chip = targets.CHIPS["v5e"]
-    assert costs.compute_seconds(analysis, chip) == pytest.approx(142_639 / 1.503e9, rel=1e-3)
-
-
-def test_collective_time_grows_with_bytes_and_hops():
-    target = targets.parse("v5e:2x2")
-    analysis = costs.analyse(read("nested_model_v5e"))
-    gathers = 23 * 64 * 256 * 2 * 3 / 4 / 90e9 + 23 * 2e-6
-    sums = 2 * 4 * 2 * 3 / 4 / 90e9 + 2 * 2 * 2e-6
-    assert costs.collective_seconds(analysis, target) == pytest.approx(gathers + sums, rel=1e-3)
-
-
 HAND_WRITTEN = """
 HloModule hand_written
 
@@ -160,46 +137,10 @@ def test_branches_pairs_and_fusions_count_once():
     ]
 
 
-def test_memory_of_a_donated_argument_counts_once():
-    x = jnp.zeros((256, 1024), jnp.float32)
-    size = x.nbytes
-
-    def memory(**options):
-        fn = jax.jit(lambda x: jnp.sin(x) + 1, **options)
-        return costs.memory(fn.lower(x).compile())
-
-    kept, donated = memory(), memory(donate_argnums=0)
-    assert (kept.arguments, kept.outputs, kept.aliased) == (size, size, 0)
-    assert donated.aliased == size
-    assert kept.peak - kept.temporaries == 2 * size
-    assert donated.peak - donated.temporaries == size
-
-
-@pytest.mark.parametrize(
-    ("message", "needed"),
-    [
-        (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
-            "temporaries (17.50G) exceeds available HBM (15.75G).",
-            int(17.5 * 2**30),
-        ),
-        (
-            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
-            "space hbm. Used 512.00M of 15.75G hbm.",
-            512 * 2**20,
-        ),
-        ("RESOURCE_EXHAUSTED: some other wording", 0),
-        ("INVALID_ARGUMENT: Used 3.00G of patience", None),
-    ],
-)
-def test_refusals_for_memory_are_understood(message, needed):
-    assert costs.exhausted(message) == needed
-
-
 def test_a_program_compiled_for_v5e_now():
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("the TPU compiler is not installed")
-    mesh = targets.mesh(targets.parse("v5e:2x2"), 4, 1)
+    mesh = topologies.make_mesh(targets.parse("v5e:2x2"), 4, 1)
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
     whole = jax.sharding.NamedSharding(mesh, jax.P())
 
@@ -217,5 +158,5 @@ def test_a_program_compiled_for_v5e_now():
     # One matmul forward, two backward, nine times each, and the sum of the gradient.
     assert sum(c.executions for c in analysis.costs if "dot_general" in c.op_name) >= 27
     assert analysis.by_kind()["all-reduce"][1] >= 256 * 256 * 2
-    assert costs.memory(program).arguments == 256 * 256 * 2 + 16 * 256 * 2
-    assert costs.count_flops(jax.make_jaxpr(jax.grad(loss))(w, x)) == 27 * 2 * 64 * 256 * 256
+    assert memory.needed_by(program).arguments == 256 * 256 * 2 + 16 * 256 * 2
+    assert flops.count_flops(jax.make_jaxpr(jax.grad(loss))(w, x)) == 27 * 2 * 64 * 256 * 256

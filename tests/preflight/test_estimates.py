@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.data import corpora, tasks
-from mogrifier_jax.preflight import estimates, targets
+from mogrifier_jax.data import abstract_tasks, corpora, tasks
+from mogrifier_jax.preflight import chips, estimates, report, targets, topologies
 
 ROOT = pathlib.Path(__file__).parents[2]
 INSTALLED = {
@@ -54,13 +54,13 @@ def mesh_of_cpus(target, data, model):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Described chips are the CPU devices here."""
-    monkeypatch.setattr(targets, "mesh", mesh_of_cpus)
+    monkeypatch.setattr(topologies, "make_mesh", mesh_of_cpus)
 
 
 @pytest.fixture(scope="module")
 def mogrifier():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "mesh", mesh_of_cpus)
+        patch.setattr(topologies, "make_mesh", mesh_of_cpus)
         return estimates.examine(small(rounds=2), targets.parse("h100:4"))
 
 
@@ -107,10 +107,10 @@ def test_collectives_counted_by_hand(mogrifier):
 
 @pytest.mark.slow
 def test_one_chip_that_is_too_small(on_cpu):
-    chip = dataclasses.replace(targets.CHIPS["h100"], memory=10_000)
-    report = estimates.examine(small(rounds=0), targets.Target(chip, (1, 1)))
-    assert report.collectives == {} and report.collective_seconds == 0
-    assert not report.fits and report.needed > 10_000
+    chip = dataclasses.replace(chips.CHIPS["h100"], memory=10_000)
+    found = estimates.examine(small(rounds=0), targets.Target(chip, (1, 1)))
+    assert found.collectives == {} and found.collective_seconds == 0
+    assert not found.fits and found.needed > 10_000
 
 
 @pytest.mark.slow
@@ -162,16 +162,18 @@ def test_numbers_are_of_one_step_of_a_dispatch(mogrifier, on_cpu):
 @pytest.mark.slow
 def test_search_ranks_splits_and_names_refusals(on_cpu, capsys, tmp_path):
     config = small(rounds=0, data=dict(batch_size=2))
-    reports = estimates.run(config, "h100:4", search=True, json_path=str(tmp_path / "a" / "b.json"))
-    assert {(r.data, r.model) for r in reports} == {(2, 2), (1, 4)}  # 4 x 1 cannot split 2 stripes.
-    assert reports[0].seconds <= reports[1].seconds
+    found = report.preflight(
+        config, "h100:4", search=True, json_path=str(tmp_path / "a" / "b.json")
+    )
+    assert {(r.data, r.model) for r in found} == {(2, 2), (1, 4)}  # 4 x 1 cannot split 2 stripes.
+    assert found[0].seconds <= found[1].seconds
     said = capsys.readouterr().out
     assert "memory of each chip: fits" in said and "best first" in said
     written = json.loads((tmp_path / "a" / "b.json").read_text())
     assert written["versions"]["jax"] == jax.__version__ and len(written["reports"]) == 2
-    assert written["reports"][0]["tokens_per_second"] == reports[0].tokens_per_second
+    assert written["reports"][0]["tokens_per_second"] == found[0].tokens_per_second
     with pytest.raises(errors.UsageError, match=r"no split of h100:4 works.*batch_size 1 is"):
-        estimates.run(
+        report.preflight(
             small(rounds=0, data=dict(batch_size=1), model=dict(hidden_size=7)),
             "h100:4",
             search=True,
@@ -181,10 +183,10 @@ def test_search_ranks_splits_and_names_refusals(on_cpu, capsys, tmp_path):
 @pytest.mark.slow
 def test_a_compiler_that_refuses(refusal):
     refusal(FULL)
-    report = estimates.examine(small(rounds=0), targets.parse("h100:1"))
-    assert not report.fits and report.needed == 20 * 2**30 and math.isnan(report.seconds)
-    assert report.to_dict()["seconds"] is None
-    assert "DOES NOT FIT" in estimates.describe(report)
+    found = estimates.examine(small(rounds=0), targets.parse("h100:1"))
+    assert not found.fits and found.needed == 20 * 2**30 and math.isnan(found.seconds)
+    assert found.to_dict()["seconds"] is None
+    assert "DOES NOT FIT" in report.to_table(found)
     refusal("INTERNAL: a bug")
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         estimates.examine(small(rounds=0), targets.parse("h100:1"))
@@ -195,14 +197,14 @@ def test_abstract_stream_is_the_real_one_without_text():
     mesh = partitioning.make_mesh()
     options = {k: v for k, v in section.items() if k != "drop_state_probability"}
     real = tasks.make_task(jax.random.key(0), mesh, **options)
-    made = tasks.make_abstract_task(section, mesh)
+    made = abstract_tasks.make_abstract_task(section, mesh)
     jax.tree.map(
         lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding) or 1 / 0,
         made.stream,
         real.stream,
     )
     assert len(made.vocabulary) == len(real.vocabulary) and made.carries == real.carries
-    lines = tasks.make_abstract_task(dict(section) | {"episodic": True}, mesh)
+    lines = abstract_tasks.make_abstract_task(dict(section) | {"episodic": True}, mesh)
     batch = jax.eval_shape(lines.batch_at, lines.stream, 0)
     assert batch.inputs.shape == (B, T) and not lines.carries
 
@@ -212,7 +214,7 @@ def test_abstract_stream_is_the_real_one_without_text():
 )
 def test_known_corpora_need_not_be_here(name, vocab_size, monkeypatch):
     monkeypatch.setattr(corpora, "load_corpus", None)
-    task = tasks.make_abstract_task(get_config(name).data, partitioning.make_mesh())
+    task = abstract_tasks.make_abstract_task(get_config(name).data, partitioning.make_mesh())
     assert len(task.vocabulary) == vocab_size
 
 
@@ -221,11 +223,11 @@ def test_known_corpora_need_not_be_here(name, vocab_size, monkeypatch):
 def test_with_the_real_compiler(topology):
     if not INSTALLED[topology]:
         pytest.skip(f"the compiler for {topology} is not installed")
-    report = estimates.examine(small(rounds=2), targets.parse(topology))
-    assert report.fits and not report.notes
-    _, size = report.collectives["all-reduce"]
-    assert 4 * report.parameters < size <= 4 * (report.parameters + 8)
-    assert 0 < report.peak_share < 1 and report.compute_seconds > 1e-6
+    found = estimates.examine(small(rounds=2), targets.parse(topology))
+    assert found.fits and not found.notes
+    _, size = found.collectives["all-reduce"]
+    assert 4 * found.parameters < size <= 4 * (found.parameters + 8)
+    assert 0 < found.peak_share < 1 and found.compute_seconds > 1e-6
 
 
 @pytest.mark.slow

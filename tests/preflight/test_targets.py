@@ -4,7 +4,7 @@ import os
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.preflight import targets
+from mogrifier_jax.preflight import chips, targets, topologies
 
 INSTALLED = {
     "tpu": importlib.util.find_spec("libtpu") is not None,
@@ -56,7 +56,7 @@ def test_names_that_cannot_be(name, message):
 
 def test_clocks_are_plausible():
     """Peak over operations a cycle gives a frequency that such chips run at."""
-    for chip in targets.CHIPS.values():
+    for chip in chips.CHIPS.values():
         assert 0.9e9 < chip.clock < 2.1e9, chip.generation
         assert chip.kind == "gpu" or chip.memory > 15 * 2**30
 
@@ -68,7 +68,7 @@ def test_splits_cover_all_chips():
 
 def test_a_mesh_that_does_not_cover_is_refused():
     with pytest.raises(errors.UsageError, match=r"all 8 devices: .* 8 x 1, 4 x 2, 2 x 4, 1 x 8"):
-        targets.mesh(targets.parse("v5e:2x4"), 3, 2)
+        topologies.make_mesh(targets.parse("v5e:2x4"), 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_rings(name, group, bandwidth, hops):
 
 @pytest.mark.parametrize(
     ("name", "module", "extra"),
-    [("v5e:2x2", "libtpu", r"\.\[tpu\]"), ("h100:8", "jax_cuda", r"\.\[cuda\]")],
+    [("v5e:2x2", "libtpu", r"\.\[preflight\]"), ("h100:8", "jax_cuda", r"\.\[preflight\]")],
 )
 def test_missing_compilers_are_named(monkeypatch, name, module, extra):
     find = importlib.util.find_spec
@@ -96,7 +96,7 @@ def test_missing_compilers_are_named(monkeypatch, name, module, extra):
         importlib.util, "find_spec", lambda m: None if m.startswith(module) else find(m)
     )
     with pytest.raises(errors.UsageError, match=f"needs the .* compiler.*pip install {extra}"):
-        targets.describe(targets.parse(name))
+        topologies.describe_topology(targets.parse(name))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,6 @@ def test_compilers_see_one_device_per_chip(monkeypatch, name):
         pytest.skip(f"the compiler for {target.chip.generation} is not installed")
     monkeypatch.setattr(os, "environ", dict(os.environ))
     data, model = targets.splits(target)[-1]
-    mesh = targets.mesh(target, data, model)
+    mesh = topologies.make_mesh(target, data, model)
     assert mesh.devices.size == target.num_chips
     assert dict(mesh.shape) == {"data": data, "model": model}

@@ -1,5 +1,6 @@
 """Checkpoints: exact, on any mesh, whole after a kill, and never wrong without a word."""
 
+import gc
 import json
 import os
 import pathlib
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.training import checkpoints, leaves, signals, workdirs
+from mogrifier_jax.training import checkpoints, signals, state_arrays, workdirs
 from tests import resolved_configs
 
 
@@ -151,7 +152,7 @@ def test_part_of_a_state_can_be_restored(saved):
     target = make_state(0).replace(opt_state=None, carry=None)
     restored = restore(saved, like=target, partial=True).state
     assert_same(restored, make_state(2).replace(opt_state=None, carry=None))
-    with pytest.raises(errors.UsageError, match=r"opt_state.* vs absent \(wanted\)"):
+    with pytest.raises(errors.UsageError, match=r"opt_state.* vs absent \(expected\)"):
         restore(saved, like=target)
 
 
@@ -184,7 +185,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
         manager.save(5, {"x": jnp.float32(5)}, info={}, best=False)  # The best is remembered.
         manager.wait()
         assert (manager.latest_step, manager.best_step) == (5, 4)
-        with pytest.raises(errors.UsageError, match="newer than step 3"):
+        with pytest.raises(errors.UsageError, match="step 3 cannot be saved"):
             manager.save(3, {"x": jnp.float32(3)}, info={}, best=False)
 
 
@@ -295,7 +296,7 @@ def test_flipped_bits_are_found_where_orbax_sees_none(tmp_path, monkeypatch, cap
     assert restore(tmp_path, like=state).step == 1
     assert "the checksum of weights is wrong" in caplog.text
     # Control: without our checksums nobody notices.
-    monkeypatch.setattr(leaves, "compute_checksums", lambda arrays: {})
+    monkeypatch.setattr(state_arrays, "compute_checksums", lambda arrays: {})
     unnoticed = restore(tmp_path, like=state)
     assert unnoticed.step == 2
     assert not same(unnoticed.state, state)
@@ -408,7 +409,7 @@ ARRAYS = {
 
 
 def checksum(array) -> str:
-    return leaves.compute_checksums({"x": jnp.asarray(array)})["x"]
+    return state_arrays.compute_checksums({"x": jnp.asarray(array)})["x"]
 
 
 @pytest.mark.slow
@@ -416,9 +417,7 @@ def checksum(array) -> str:
 def test_checksum_is_the_same_on_every_mesh_and_sees_any_change(dtype):
     array = np.asarray(ARRAYS[dtype])
     sums = {
-        leaves.compute_checksums({"x": jax.device_put(array, NamedSharding(make_mesh(n), spec))})[
-            "x"
-        ]
+        checksum(jax.device_put(array, NamedSharding(make_mesh(n), spec)))
         for n in (2, 8)
         for spec in (PartitionSpec("data"), PartitionSpec())
     } | {checksum(array)}
@@ -513,6 +512,28 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(errors.UsageError, match="not valid JSON"):
         workdirs.read_config(tmp_path)
+
+
+def count_objects():
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_saving_keeps_nothing_in_memory(tmp_path):
+    """A run of thousands of turns saves thousands of times."""
+    state = {"x": jnp.arange(6.0)}
+    with checkpoints.Checkpoints(tmp_path) as saved:
+
+        def save(steps):
+            for step in steps:
+                saved.save(step, state, info={}, best=True)
+            saved.wait()
+
+        save(range(4))  # What is made once is made now.
+        before = count_objects()
+        save(range(4, 8))
+        save(range(8, 12))
+        assert count_objects() - before < 8  # TensorStore would keep more for each save.
 
 
 # Signals.

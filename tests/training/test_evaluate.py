@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import configs
-from mogrifier_jax.data import corpora, tasks
+from mogrifier_jax.data import corpora, tasks, vocabularies
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
 
@@ -19,7 +19,7 @@ class Small:
     """A model with a task on a text of a few lines."""
 
     def __init__(self, patch):
-        vocab = corpora.Vocabulary.from_text(TEXT, "character")
+        vocab = vocabularies.Vocabulary.from_text(TEXT, "character")
         split = vocab.encode_split(TEXT)
         self.tokens, self.eos = split.tokens, vocab.eos_id
         corpus = corpora.Corpus("text", "character", vocab, split, split, split)
@@ -38,7 +38,7 @@ class Small:
         """The nats of the whole text as one window."""
         inputs = np.concatenate([[self.eos], self.tokens[:-1]])
         tokens = (jnp.asarray(a[None], jnp.int32) for a in (inputs, self.tokens))
-        return np.asarray(self.nats(*tokens)[0][0], np.float64)
+        return np.asarray(self.nats(*tokens)[1][0], np.float64)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 import math
 
 import pytest
+from ml_collections import config_dict
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import learning_curves, metrics
+from mogrifier_jax.training import learning_curves, metrics, workdirs
 
 
 @pytest.mark.parametrize("unit", ["ppl", "bpc"])
@@ -22,3 +23,20 @@ def test_learning_curve(tmp_path, unit):
 def test_learning_curve_of_nothing_is_refused(tmp_path):
     with pytest.raises(errors.UsageError, match="nothing to draw"):
         learning_curves.draw(tmp_path)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_picture_names_the_corpus_and_says_whether_there_was_dropout(tmp_path, monkeypatch, rate):
+    with metrics.MetricWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.write(step, "train", loss_nats=1.0 / step)
+    (tmp_path / "config.json").touch()
+    sections = {"data": {"name": "pydoc"}, "dropout": {"input": 0.0, "state": rate}}
+    config = config_dict.ConfigDict(sections)
+    monkeypatch.setattr(workdirs, "read_config", lambda workdir: config)
+    drawn = []
+    monkeypatch.setattr(learning_curves, "save_curves", lambda axes, *_: drawn.append(axes))
+    learning_curves.draw(tmp_path, unit="bpc")
+    (axes,) = drawn
+    assert axes.get_title() == "pydoc: loss in nats and bits per character"
+    assert ("dropout" in axes.lines[0].get_label()) == (rate > 0)

@@ -69,6 +69,12 @@ def test_numbers_are_short_exact_and_legal_json(tmp_path):
     assert math.isnan(float(record["v3"])) and float(record["v4"]) == -math.inf
 
 
+def test_without_a_number_there_is_no_tensorboard_file(tmp_path):
+    """As when a run that has ended is started again."""
+    metrics.MetricWriter(tmp_path).close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
 def test_tensorboard_has_the_same_numbers(tmp_path):
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     with metrics.MetricWriter(tmp_path) as writer:
@@ -105,7 +111,7 @@ def write_turns(folder, turns=4, offset=0.0, writer=None, first=0):
             for step in (2 * turn - 1, 2 * turn):
                 writer.write(step, "train", loss_nats=1.0 / step + offset)
         writer.write(2 * turn, "eval", turn=turn, valid_nats=5.0 - turn + offset)
-        sealed = writer.seal()
+        sealed = writer.digest_lines()
     writer.close()
     return sealed
 
@@ -156,7 +162,7 @@ def test_a_history_that_is_not_the_runs_is_named_and_restored(damage, tmp_path, 
     assert path.read_bytes() == whole and not caplog.text  # Control.
     DAMAGES[damage](path, tmp_path / "other" / "metrics.jsonl")
     writer = metrics.MetricWriter(run, 6, sealed, evaluations())
-    assert "is not as it was when the checkpoint was saved" in caplog.text
+    assert "has changed since the checkpoint was saved" in caplog.text
     left = [p.name for p in run.iterdir() if ".damaged" in p.name]
     assert left == ([] if damage == "deleted" else ["metrics.jsonl.damaged"])
     records = metrics.read_metrics(run)
@@ -188,7 +194,7 @@ def test_a_long_history_is_read_as_a_stream(tmp_path):
         for step in range(50_000):
             print(json.dumps({"step": step, "kind": "train", "loss_nats": 1.5}), file=file)
     writer = metrics.MetricWriter(tmp_path, 50_000)
-    sealed = writer.seal()
+    sealed = writer.digest_lines()
     writer.close()
     tracemalloc.start()
     try:
@@ -201,7 +207,7 @@ def test_a_long_history_is_read_as_a_stream(tmp_path):
         tracemalloc.stop()
     assert peak < 2**20 < of_a_list  # Control: all records at once.
     with metrics.MetricWriter(tmp_path, 50_000, sealed) as writer:
-        assert writer.seal() == sealed
+        assert writer.digest_lines() == sealed
 
 
 def test_a_long_history_is_drawn_as_a_stream(tmp_path):

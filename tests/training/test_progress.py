@@ -72,11 +72,26 @@ def test_a_pause_does_not_count(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
     with progress.Bar(100, 10) as bar:
-        clock[0] += 1
-        bar.update(5, 1.0)
+        for step in (5, 10):
+            clock[0] += 1
+            bar.update(step, 1.0)
         assert bar.tokens_per_second == 50
         with bar.paused():
             clock[0] += 1000
         clock[0] += 1
-        bar.update(10, 1.0)
+        bar.update(15, 1.0)
         assert bar.tokens_per_second == 50
+
+
+def test_compilation_does_not_count(monkeypatch, caplog):
+    """The first dispatch of each length compiles, which would make the time left far too long."""
+    logging.set_verbosity(logging.INFO)
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    with progress.Bar(100, 10, seconds=0.0, unit="bpc") as bar:
+        for step, seconds in ((20, 300), (40, 2), (45, 300), (50, 0.5), (70, 2)):
+            clock[0] += seconds
+            bar.update(step, 1.0)
+            assert bar.tokens_per_second == (0 if step == 20 else 100)
+    lines = [line for line in caplog.text.splitlines() if "step" in line]
+    assert "left" not in lines[0] and lines[1].endswith("6s left") and lines[-1].endswith("3s left")

@@ -323,7 +323,7 @@ def test_the_objective_is_the_mean_of_probabilities():
             {"params": params}, batch, carry, dropout, rngs=rngs, method="batch_nats"
         )
 
-    nats, expected_end = quick.jit(rows)(step.state.params)
+    expected_end, nats = quick.jit(rows)(step.state.params)
     by_sample = np.asarray(nats, np.float64).reshape(B, 3, STEPS)
     objective = -np.log(np.exp(-by_sample).mean(1))
     assert abs(by_sample[:, 0] - by_sample[:, 1]).max() > 0.01  # The samples differ.
@@ -334,7 +334,7 @@ def test_the_objective_is_the_mean_of_probabilities():
     # Each sample counts in the gradient by its share of the probability.
     shares = np.exp(-by_sample) / np.exp(-by_sample).sum(1, keepdims=True)
     weights = jnp.asarray(shares.reshape(nats.shape) / B, jnp.float32)
-    expected = quick.jit(jax.grad(lambda params: (weights * rows(params)[0]).sum()))(
+    expected = quick.jit(jax.grad(lambda params: (weights * rows(params)[1]).sum()))(
         step.state.params
     )
     assert_close(grads, expected, rtol=1e-3, atol=1e-6)

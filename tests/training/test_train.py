@@ -40,7 +40,7 @@ SMALL = {
 # Two turns of four steps, each in two dispatches.
 FILES = {
     *("checkpoints", "config.json", "learning_curve.png", "metrics.jsonl", "results.json"),
-    *("profile", "speed.jsonl", "tensorboard", "version.json", "vocabulary.json"),
+    *("profile", "run.log", "speed.jsonl", "tensorboard", "version.json", "vocabulary.json"),
 }
 
 
@@ -125,6 +125,8 @@ def test_a_run_leaves_all_it_should(unbroken):
     assert results["test_bpc"] == pytest.approx(results["test_nats"] / math.log(2))
     assert (unbroken / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert any((unbroken / "tensorboard").iterdir())
+    log = (unbroken / "run.log").read_text()
+    assert "best so far" in log and "stopping: all 2 turns are done" in log
 
 
 @pytest.mark.slow
@@ -493,7 +495,7 @@ def test_a_changed_text_is_not_trained_on(tmp_path):
     train.train_and_evaluate(config, str(tmp_path / "run"))
     remove_newest(tmp_path / "run")
     (tmp_path / "book.txt").write_text("".join(lines[::-1]))
-    with pytest.raises(errors.UsageError, match="train, valid, test is another; restore the text"):
+    with pytest.raises(errors.UsageError, match="train, valid, test has changed; restore the text"):
         train.train_and_evaluate(config, str(tmp_path / "run"))
     (tmp_path / "book.txt").write_text("".join(lines))  # Control.
     assert train.train_and_evaluate(config, str(tmp_path / "run"))["step"] > 0

@@ -9,7 +9,7 @@ import pytest
 from optuna.trial import TrialState
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import optuna_queue, storages, studies
+from mogrifier_jax.tuning import optuna_queue, samplers, storages, studies
 
 TWO = {"x": studies.Range(-1.0, 1.0), "n": studies.Range(0, 6, "integer")}
 
@@ -42,7 +42,7 @@ def test_a_study_goes_on_and_another_is_refused(storage):
     assert math.isnan(again.records()[1].nats)
     (third,) = again.ask(4)  # No more than are wanted.
     assert third.number == 2 and third.params != first.params
-    with pytest.raises(errors.UsageError, match=r"of another kind:\s+a: 1 \(there\) vs 2"):
+    with pytest.raises(errors.UsageError, match=r"with other settings:\s+a: 1 \(there\) vs 2"):
         storages.open_study(storage, "test", {"a": 2})
 
 
@@ -71,10 +71,10 @@ def test_new_trials_share_chosen_values_of_the_first(storage):
 def test_what_may_change_in_a_run_may_change_in_its_study():
     """A default may become another one; what moves no number is no reason to refuse a study."""
     saved = {"config": {"optimizer": {"accumulate_at_once": False}}}
-    studies.check_same("the study is", saved, {"config": {}}, "Use another")
+    studies.check_unchanged("the study is", saved, {"config": {}}, "Use another")
     saved["config"]["optimizer"]["accumulate"] = 2
     with pytest.raises(errors.UsageError, match=r"config.optimizer.accumulate: 2 \(there\) vs 1"):
-        studies.check_same("the study is", saved, {"config": {}}, "Use another")
+        studies.check_unchanged("the study is", saved, {"config": {}}, "Use another")
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_samplers_see_a_trial_that_diverged_as_the_worst_one(tmp_path):
     good.finish(2.0)
     diverged.fail("diverged", "why")
     lost.fail("lost", "why")
-    seen = storages._Judged(queue.study)._get_trials(states=(TrialState.COMPLETE,))
+    seen = samplers._FailuresAsWorst(queue.study)._get_trials(states=(TrialState.COMPLETE,))
     assert [trial.number for trial in seen] == [good.number, diverged.number]
     assert seen[0].value == 2.0 < seen[1].value < 2.001
 
@@ -172,7 +172,7 @@ def test_what_kills_every_worker_is_given_up(tmp_path, monkeypatch):
         die(queue, monkeypatch)
     assert not queue.ask(1)
     (record,) = queue.records()
-    assert record.outcome == "lost" and "4 times" in record.notes["reason"]
+    assert record.outcome == "lost" and "4 workers ended" in record.notes["reason"]
 
 
 def test_an_interruption_puts_trials_back(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_workers_do_not_ask_for_more_than_there_are(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_median_rule_stops_trials(tmp_path):
-    pruner = storages.make_pruner(turns=10)
+    pruner = samplers.make_pruner(turns=10)
     queue = open_queue(f"sqlite:///{tmp_path / 'a'}", 9, pruner=pruner)
     for value in range(5):
         (trial,) = queue.ask(1)

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy.exc
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, vizier_queue
+from mogrifier_jax.tuning import queues, storages, studies, vizier_queue
 
 STUDY = studies.Study("one", {"x": studies.Range(-1.0, 1.0)})
 
@@ -25,7 +25,7 @@ def storage(request, tmp_path):
 def open_queue(tmp_path, storage, target=2):
     workdir = str(tmp_path / "work")
     options = dict(name="test", num_trials=target, seed=1, sampler="random")
-    return storages.open_queue(STUDY, workdir, storage=storage, **options)
+    return queues.open_queue(STUDY, workdir, storage=storage, **options)
 
 
 def run_trials(tmp_path, storage, count=2):
@@ -58,7 +58,7 @@ def test_a_storage_that_lost_its_trials_is_refused(tmp_path, storage, loss):
     assert len(open_queue(tmp_path, storage).records()) == 2  # Control.
     LOSSES[loss](file_of(storage), tmp_path)
     for _ in range(2):  # A refusal leaves nothing that would be taken for the study.
-        with pytest.raises(errors.UsageError, match=r"knows nothing of .*back from a copy"):
+        with pytest.raises(errors.UsageError, match=r"knows nothing about .*from a copy"):
             open_queue(tmp_path, storage)
 
 
@@ -78,7 +78,7 @@ def test_half_a_line_of_a_journal_is_cut_off_and_kept(tmp_path, caplog):
         with open(path, "wb") as file:
             file.write(whole[:-cut])
         assert len(open_queue(tmp_path, path).records()) == 2
-        assert ("half a line" in caplog.text) == (cut == 5)
+        assert ("an incomplete line" in caplog.text) == (cut == 5)
     with open(f"{path}.damaged", "rb") as file:
         assert file.read() == whole[:-5]
     with open(path, "rb") as file:  # What follows is lines again.
@@ -96,7 +96,7 @@ def test_a_damaged_line_of_a_journal_is_named(tmp_path, line):
     lines[3] = line
     with open(path, "wb") as file:
         file.write(b"\n".join(lines))
-    with pytest.raises(errors.UsageError, match=r"x\.journal .*put it back from a copy") as refused:
+    with pytest.raises(errors.UsageError, match=r"x\.journal .*restore it from a copy") as refused:
         open_queue(tmp_path, path)
     assert "\n" not in str(refused.value)
 

@@ -68,9 +68,9 @@ def test_a_trial_has_its_own_hidden_size_and_zero_rank_is_full():
 @pytest.mark.parametrize("scale", ["log", "linear", "integer"])
 def test_places_in_a_range_and_back(scale):
     limits = studies.Range(1, 100, scale)
-    assert limits.place(1) == 0 and limits.place(100) == 1
-    assert limits.place(10) == pytest.approx(0.5 if scale == "log" else 9 / 99)
-    assert limits.at(limits.place(37)) == pytest.approx(37)
+    assert limits.to_unit(1) == 0 and limits.to_unit(100) == 1
+    assert limits.to_unit(10) == pytest.approx(0.5 if scale == "log" else 9 / 99)
+    assert limits.from_unit(limits.to_unit(37)) == pytest.approx(37)
 
 
 def one(**limits):
@@ -83,12 +83,12 @@ def one(**limits):
         ({}, "has no ranges"),
         (one(low=2, high=1), "is reversed: low 2 is above high 1; swap them"),
         (one(low=1, high=1), "is empty: low and high are both 1"),
-        (one(low=0, high=1, scale="log"), "begins at 0, which has no logarithm"),
+        (one(low=0, high=1, scale="log"), "starts at 0, which has no logarithm"),
         (one(low=0, high=1, scale="lag"), "has the scale 'lag'; use linear, log, integer"),
         (one(low=0), "give low, high"),
         (one(low=0, high="many"), "give two numbers"),
         ({"model.rounds": {"low": 0.5, "high": 3, "scale": "integer"}}, "numbers of its scale"),
-        ({"model.rank": {"low": 0, "high": 3}}, "model.rank is a whole number in the config"),
+        ({"model.rank": {"low": 0, "high": 3}}, "model.rank is an integer in the config"),
         ({"model.ronds": {"low": 0, "high": 3}}, "does not have; did you mean model.rounds"),
         ({"model.cell": {"low": 0, "high": 3}}, "model.cell cannot be tuned"),
         ({"seed": {"low": 0, "high": 3, "scale": "integer"}}, "seed cannot be tuned"),

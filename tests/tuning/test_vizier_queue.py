@@ -12,7 +12,7 @@ import types
 import pytest
 
 from mogrifier_jax import errors
-from mogrifier_jax.tuning import storages, studies, vizier_queue, worker
+from mogrifier_jax.tuning import queues, studies, vizier_queue, worker
 
 STORAGE = "vizier://here:1234"
 RANGES = {
@@ -216,19 +216,21 @@ def test_a_service_that_forgot_the_trials_of_a_workdir_is_refused(service, tmp_p
     study = studies.Study("middle", RANGES)
     given = dict(name="x-middle", num_trials=2, storage=STORAGE, sampler="gp", seed=0)
     folder = tmp_path / "trials" / "0001"
-    storages.open_queue(study, str(tmp_path), **given).ask(1)
+    queues.open_queue(study, str(tmp_path), **given).ask(1)
     folder.mkdir(parents=True)
     (folder / "config.json").touch()
-    storages.open_queue(study, str(tmp_path), **given)  # Control.
+    queues.open_queue(study, str(tmp_path), **given)  # Control.
     service.clear()
-    with pytest.raises(errors.UsageError, match=r"here:1234 knows nothing of trials/0001 of"):
-        storages.open_queue(study, str(tmp_path), **given)
+    with pytest.raises(errors.UsageError, match=r"here:1234 knows nothing about trials/0001 of"):
+        queues.open_queue(study, str(tmp_path), **given)
 
 
 def test_another_study_and_a_service_that_is_not_there_are_refused(service, tmp_path):
     open_queue(tmp_path)
     open_queue(tmp_path)
-    with pytest.raises(errors.UsageError, match=r"'test' of another kind:\s+a: 1 \(there\) vs 2"):
+    with pytest.raises(
+        errors.UsageError, match=r"'test' with other settings:\s+a: 1 \(there\) vs 2"
+    ):
         open_queue(tmp_path, about={"a": 2})
     with pytest.raises(errors.UsageError) as refused:
         open_queue(tmp_path, storage="vizier://nowhere:1")
@@ -246,7 +248,7 @@ def test_a_worker_works_until_the_service_has_all_trials(service, tmp_path):
                 trial.finish(trial.params["rate"])
 
     study = studies.Study("middle", RANGES)
-    queue = storages.open_queue(
+    queue = queues.open_queue(
         study,
         str(tmp_path),
         **dict(name="x-middle", num_trials=5, storage=STORAGE, sampler="gp", seed=0),

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import time
 
+import jax.numpy as jnp
 import pytest
 from ml_collections import config_dict
 
 from experiments import pydoc
 from mogrifier_jax import configs, errors
-from mogrifier_jax.evaluation import eval_options, pretrained
-from mogrifier_jax.training import metrics, schedule, workdirs
-from mogrifier_jax.tuning import optuna_queue, report, storages, studies, trials, worker
+from mogrifier_jax.evaluation import eval_options, loading
+from mogrifier_jax.training import checkpoints, metrics, schedule, workdirs
+from mogrifier_jax.tuning import optuna_queue, storages, training_trials
+from mogrifier_jax.tuning import tune as tune_mode
 from tests import quick
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,7 +53,7 @@ def write_study(folder, ranges):
 
 def tune(workdir, config=None, study="appendix_a", **settings):
     settings = dict(name="test", num_trials=2, sampler="random") | settings
-    return worker.tune(config or make_config(), str(workdir), study=study, **settings)
+    return tune_mode.tune(config or make_config(), str(workdir), study=study, **settings)
 
 
 def without(package):
@@ -73,7 +75,7 @@ def without(package):
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_any_compute(tmp_path, monkeypatch, settings, words):
-    monkeypatch.setattr(worker, "Training", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr(training_trials, "TrainingTrials", lambda *_: pytest.fail("it went on"))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     monkeypatch.setattr(importlib.util, "find_spec", without("vizier"))
     with pytest.raises(errors.UsageError) as refused:
@@ -81,11 +83,15 @@ def test_what_cannot_be_tuned_is_refused_before_any_compute(tmp_path, monkeypatc
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_gaussian_process_needs_torch(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", without("torch"))
-    with pytest.raises(errors.UsageError, match=r"torch, which is not installed.*--sampler=tpe"):
-        storages.check_sampler("gp")
-    storages.check_sampler("tpe")
+def test_a_study_does_not_go_on_with_another_corpus(tmp_path):
+    text = {"train": "1", "valid": "2"}
+    training_trials.check_corpus(str(tmp_path), text)  # Control: there is no trial yet.
+    fingerprint = {f"{workdirs.CORPUS}{split}": digest for split, digest in text.items()}
+    with checkpoints.Checkpoints(tmp_path / "trials" / "0000", fingerprint=fingerprint) as saved:
+        saved.save(1, {"x": jnp.float32(1)}, info={}, best=True)
+    training_trials.check_corpus(str(tmp_path), text)
+    with pytest.raises(errors.UsageError, match=r"trials/0000: the text of valid is another"):
+        training_trials.check_corpus(str(tmp_path), text | {"valid": "3"})
 
 
 # Trials are runs.
@@ -115,7 +121,7 @@ def test_a_study_end_to_end(tuned):
         assert config.optimizer.learning_rate == record.params["optimizer.learning_rate"]
         assert config.dropout.input == record.params["dropout.input"]
         assert json.loads((folder / "results.json").read_text())["valid_nats"] == record.nats
-        assert pretrained.load_weights(folder).info["finished"]
+        assert loading.load_run(folder).info["finished"]
     assert len({record.nats for record in records}) == 3
 
 
@@ -140,24 +146,6 @@ def test_the_report_says_what_was_found(tuned):
     assert module.get_config().get_type("schedule") is config_dict.ConfigDict
 
 
-def test_neighbourhoods_by_hand():
-    study = studies.Study("x", {"a": studies.Range(0.0, 1.0), "b": studies.Range(1, 100, "log")})
-    places = [(0.5, 10), (0.55, 90), (0.43, 11), (0.9, 9), (0.52, 50)]
-    known = [
-        trials.Record(i, "complete", 1.0 + i / 10, 1.0, dict(zip("ab", place, strict=True)), {})
-        for i, place in enumerate(places)
-    ]
-    a, b = report.neighbourhoods(known, study)
-    assert (a.low, a.high, a.others) == (pytest.approx(0.425), pytest.approx(0.575), 3)
-    assert (a.nearest, a.median) == (pytest.approx(1.1), pytest.approx(1.2))
-    assert b.others == 2 and b.nearest == pytest.approx(1.2)
-    assert b.low == pytest.approx(10 ** (1 - 0.15)) and b.high == pytest.approx(10 ** (1 + 0.15))
-    edge = [known[0]._replace(params={"a": 0.99, "b": 1}), *known[1:]]
-    a, b = report.neighbourhoods(edge, study)
-    assert (a.low, a.high) == (pytest.approx(0.85), pytest.approx(1.0)) and a.others == 1
-    assert b.low == 1 and b.nearest is None
-
-
 @pytest.mark.slow
 def test_infeasible_and_diverged_trials_are_no_numbers(tmp_path):
     ranges = {"model.rank": {"low": 6, "high": 20, "scale": "integer"}}
@@ -169,7 +157,7 @@ def test_infeasible_and_diverged_trials_are_no_numbers(tmp_path):
     assert "is larger than both sides" in reasons["infeasible"]
     assert "is not finite" in reasons["diverged"]
     text = (tmp_path / "report.md").read_text()
-    assert "Without a value" in text and "| infeasible |" in text
+    assert "Trials without a value" in text and "| infeasible |" in text
     assert not (tmp_path / "best.py").exists()
 
 
@@ -255,13 +243,13 @@ def test_what_no_worker_can_do_is_said_once(tmp_path, study_file):
 @pytest.mark.slow
 def test_trials_that_differ_in_rates_share_their_programs(tmp_path, monkeypatch):
     after = [0]
-    run = worker.Training.run
+    run = training_trials.TrainingTrials.run
 
     def run_and_count(self, asked):
         run(self, asked)
         after.append(count[0])
 
-    monkeypatch.setattr(worker.Training, "run", run_and_count)
+    monkeypatch.setattr(training_trials.TrainingTrials, "run", run_and_count)
     ranges = RATES | {"model.rank": {"low": 3, "high": 4, "scale": "integer"}}
     with quick.count_compilations() as count:
         records = tune(tmp_path, study=write_study(tmp_path, ranges), num_trials=3)
@@ -275,7 +263,9 @@ def test_trials_that_differ_in_rates_share_their_programs(tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_a_workdir_belongs_to_one_study(tuned, study_file):
     workdir, _ = tuned
-    with pytest.raises(errors.UsageError, match="belongs to the study 'test-rates', this one is"):
+    with pytest.raises(
+        errors.UsageError, match="belongs to the study 'test-rates', but this one is"
+    ):
         tune(workdir, name="other", study=study_file)
     other = make_config(model=dict(rounds=2))
     with pytest.raises(errors.UsageError, match=r"config.model.rounds: 1 \(there\) vs 2"):
@@ -326,7 +316,9 @@ def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file):
             output = other.communicate()[0]
     assert doomed.returncode == -signal.SIGKILL and other.returncode == 0
     queue = optuna_queue.Queue(
-        storages.open_study(storages.default(str(workdir)), "test-rates", _about(workdir)), {}, 2
+        storages.open_study(storages.default_storage(str(workdir)), "test-rates", _about(workdir)),
+        {},
+        2,
     )
     records = queue.records()
     assert [record.outcome for record in records] == ["complete"] * 2
@@ -342,7 +334,7 @@ def test_kill_9_of_a_worker_loses_nothing(tmp_path, study_file):
 def _about(workdir):
     import optuna
 
-    name, storage = "test-rates", storages.default(str(workdir))
+    name, storage = "test-rates", storages.default_storage(str(workdir))
     return optuna.load_study(study_name=name, storage=storages.open_storage(storage)).user_attrs[
         "about"
     ]
@@ -355,10 +347,10 @@ def test_dynamic_evaluation_is_tuned_on_a_trained_run(tuned):
     with settings.unlocked():
         settings.temperature = "saved"
         settings.dyneval.update(dict(batch_size=8, max_windows=2, parallel=2))
-    records = worker.tune_dyneval(str(folder), settings, num_trials=2, sampler="random")
+    records = tune_mode.tune_dyneval(str(folder), settings, num_trials=2, sampler="random")
     assert len({record.params["window"] for record in records}) == 1
     assert len({record.nats for record in records}) == 2
     text = (folder / "dyneval_study" / "report.md").read_text()
     assert "--mode=evaluate --eval.methods=dyneval --eval.dyneval.window=" in text
     with pytest.raises(errors.UsageError, match="--workdir is missing"):
-        worker.tune_dyneval("", settings, num_trials=2)
+        tune_mode.tune_dyneval("", settings, num_trials=2)

@@ -3,7 +3,7 @@
     import mogrifier_jax.data.datasets
     tfds.data_source("ptb", split="train", data_dir=...)
 
-No builder needs TensorFlow. `corpora.py` turns what they store into ids.
+No builder needs TensorFlow. `corpora.py` encodes the texts that they store.
 """
 
 from mogrifier_jax.data.datasets import enwik8, mwc, ptb, ptb_char, text, text8, wikitext2

@@ -1,25 +1,31 @@
 """The base class of the builders, which store each split as bytes in a few large records.
 
-Prepared data gets its final name only when it is whole. It has the sha256 of each split, which
-`read` checks. `sources.py` finds the files. The other files of this folder are the corpora.
+Prepared data gets its final name only when it is complete. It contains the SHA-256 of each
+split, which `read` checks. `sources.py` finds the files of a corpus; the other modules of this
+folder are the corpora.
 """
 
 import contextlib
 import hashlib
+import io
+import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+from absl import logging
 from etils import epath
 
 from mogrifier_jax import errors
+from mogrifier_jax.data import corpora
 from mogrifier_jax.data.datasets import sources
 
-SPLITS = ("train", "valid", "test")
 _RECORD_BYTES = 1 << 20
-_LEFTOVER_SECONDS = 24 * 3600  # A preparation takes less than a day, so an older one was killed.
+# Preparing never takes a day, so an older unfinished folder belongs to a killed process.
+_LEFTOVER_SECONDS = 24 * 3600
 
 
 class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -29,30 +35,30 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012 (the name and type are tfds's)
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Optional: the files as published, plain, packed or archived."
 
-    LEVEL = "word"  # What the text is cut into.
-    UNIT: str | None = None  # What people call such a token, if it is another word.
+    LEVEL = "word"  # One of vocabularies.LEVELS.
+    UNIT: str | None = None  # What a token is, where the level does not say it.
     OPTIONS: tuple[str, ...] = ()  # The keywords of `configure`.
     SOURCE: sources.Source
     DESCRIPTION: str
     HOMEPAGE: str | None = None
     CITATION: str | None = None
 
-    def __init__(self, *, file_format=None, **kwargs):
-        # The default of tfds needs TensorFlow to write.
+    def __init__(self, *, file_format: str | None = None, **kwargs: Any):
+        # Writing the default format of tfds needs TensorFlow.
         super().__init__(file_format=file_format or "array_record", **kwargs)
 
     @classmethod
     def configure(cls) -> Any:
-        """The config of tfds for these options of a corpus; None if it has none."""
+        """The tfds config for the options of the corpus; None if it has no options."""
         return None
 
     @property
     def level(self) -> str:
-        """What the text is cut into."""
+        """The level at which the text is read, one of vocabularies.LEVELS."""
         return self.LEVEL
 
-    def load_texts(self, source_dir) -> tuple[bytes | memoryview, ...]:
-        """The bytes of train, valid and test, checked."""
+    def load_texts(self, source_dir: str | os.PathLike | None) -> tuple[bytes | memoryview, ...]:
+        """The checked bytes of train, valid and test."""
         return sources.load(self.SOURCE, source_dir)
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -67,41 +73,45 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             metadata=tfds.core.MetadataDict(),
         )
 
-    def _split_generators(self, dl_manager):
+    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
         try:
             source_dir = dl_manager.manual_dir
         except AssertionError:  # The folder is missing or empty.
             source_dir = None
-        texts = dict(zip(SPLITS, self.load_texts(source_dir), strict=True))
+        texts = dict(zip(corpora.SPLITS, self.load_texts(source_dir), strict=True))
         self.info.metadata["sha256"] = {
             split: hashlib.sha256(text).hexdigest() for split, text in texts.items()
         }
         return {split: self._generate_examples(text) for split, text in texts.items()}
 
-    def _generate_examples(self, text):
+    def _generate_examples(self, text: bytes | memoryview) -> Iterator[tuple[int, dict[str, Any]]]:
         data = np.frombuffer(text, np.uint8)
         for i, start in enumerate(range(0, len(data), _RECORD_BYTES)):
             yield i, {"text": data[start : start + _RECORD_BYTES]}
 
 
-def is_prepared(make_builder) -> bool:
-    """Whether the folder of a builder has its prepared data; nothing is written to it."""
+def is_prepared(make_builder: Callable[[], TextBuilder]) -> bool:
+    """Whether the folder of a builder contains its prepared data; nothing is written."""
     try:
-        return make_builder().data_path.exists()
-    except Exception:  # A damaged dataset_info.json fails in many ways.
+        with _quiet():
+            return make_builder().data_path.exists()
+    except Exception:  # A damaged dataset_info.json raises many kinds of errors.
         return False
 
 
-def prepare(make_builder, source_dir=None) -> TextBuilder:
-    """Returns the builder with its data prepared; several processes may do so at once."""
+def prepare(
+    make_builder: Callable[[], TextBuilder], source_dir: str | os.PathLike | None = None
+) -> TextBuilder:
+    """The builder with its data prepared; several processes may prepare the same data at once."""
     try:
-        builder = make_builder()
+        with _quiet():
+            builder = make_builder()
     except (errors.UsageError, PermissionError):
         raise
-    except Exception as error:  # A damaged dataset_info.json fails in many ways.
+    except Exception as error:  # A damaged dataset_info.json raises many kinds of errors.
         folder = getattr(make_builder, "keywords", {}).get("data_dir", "the cache")
         raise errors.UsageError(
-            f"what was prepared of this corpus in {folder} is damaged "
+            f"the prepared data of this corpus in {folder} is damaged "
             f"({' '.join(str(error).split())[:200]}); delete its folder there and start again"
         ) from None
     if not builder.data_path.exists():
@@ -110,20 +120,20 @@ def prepare(make_builder, source_dir=None) -> TextBuilder:
             tfds.disable_progress_bar()
         config = tfds.download.DownloadConfig(manual_dir=source_dir)
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # Standard output is for results.
+            with _quiet():
                 builder.download_and_prepare(download_config=config)
         except errors.UsageError:
             raise
-        except Exception as error:  # A full disk comes as whatever the library that met it raises.
-            # If another process was faster, its data is used.
+        except Exception as error:  # How a full disk is reported depends on the library.
+            # If another process has finished first, its data is used.
             if not builder.data_path.exists():
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
                 raise errors.UsageError(
                     f"this corpus could not be prepared in {builder.data_path} ({reason}); make "
-                    f"room there or mend what is wrong, or set data.data_dir to another folder"
+                    f"room there or fix the cause, or set data.data_dir to another folder"
                 ) from error
-            builder = make_builder()
-    return builder
+    # A builder that is made before another process has finished does not know what it prepared.
+    return builder if builder.info.metadata else make_builder()
 
 
 def read(builder: TextBuilder, split: str) -> np.ndarray:
@@ -135,15 +145,28 @@ def read(builder: TextBuilder, split: str) -> np.ndarray:
         if hashlib.sha256(text.data).hexdigest() == builder.info.metadata["sha256"][split]:
             return text
     except (OSError, ValueError, KeyError, IndexError, RuntimeError):
-        pass  # Reading damaged records fails in many ways.
+        pass  # Damaged records raise many kinds of errors.
     raise errors.UsageError(
         f"the prepared {split} text in {builder.data_path} is damaged; delete that folder and "
         "start again"
     )
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences tfds, which reports downloads of unknown size even if nothing is downloaded."""
+    logger = logging.get_absl_logger()
+    level = logger.level
+    logger.setLevel("ERROR")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def _remove_leftovers(folder: epath.Path) -> None:
-    """Deletes the files of preparations that were killed long ago."""
+    """Deletes unfinished folders of preparations that were killed more than a day ago."""
     if folder.exists():
         for path in folder.glob("incomplete.*"):
             if time.time() - path.stat().mtime > _LEFTOVER_SECONDS:

@@ -1,5 +1,7 @@
 """enwik8: the first 100,000,000 bytes of an English Wikipedia dump."""
 
+import os
+
 from mogrifier_jax.data.datasets import base, sources
 
 _VALID, _TEST = 90_000_000, 95_000_000  # Where these splits begin, in bytes.
@@ -8,7 +10,7 @@ _VALID, _TEST = 90_000_000, 95_000_000  # Where these splits begin, in bytes.
 class Enwik8(base.TextBuilder):
     """206 types; 90,000,001 / 5,000,001 / 5,000,001 tokens with the ends of lines.
 
-    The cuts fall inside lines, hence the one end of line more in each split.
+    The splits begin and end inside lines, so each has one end of line more than the file.
     """
 
     LEVEL = "byte"
@@ -40,8 +42,8 @@ class Enwik8(base.TextBuilder):
         ),
     )
 
-    def load_texts(self, source_dir) -> tuple[memoryview, ...]:
-        """Cuts the one file into its three splits."""
+    def load_texts(self, source_dir: str | os.PathLike | None) -> tuple[memoryview, ...]:
+        """Divides the file into its three splits."""
         (content,) = super().load_texts(source_dir)
         view = memoryview(content)  # Slices without copies.
         return view[:_VALID], view[_VALID:_TEST], view[_TEST:]

@@ -1,5 +1,7 @@
 """Multilingual Wikipedia Corpus, the single text, large setting."""
 
+import os
+
 import tensorflow_datasets as tfds
 
 from mogrifier_jax import errors
@@ -9,7 +11,7 @@ LANGUAGES = ("en", "fi")
 
 
 def make_source(language: str) -> sources.Source:
-    """The files of one language; no checksums of them are known."""
+    """The files of one language, whose checksums are not known."""
     folder = f"wiki_{language}"
     return sources.Source(
         name=f"mwc ({language})",
@@ -45,13 +47,13 @@ class Mwc(base.TextBuilder):
 
     @classmethod
     def configure(cls, language: str = "en") -> str:
-        """The config of a language has its name."""
+        """The name of the config, which is the language."""
         if language not in LANGUAGES:
             raise errors.UsageError(
                 f"language {language!r} is unknown; use one of {', '.join(LANGUAGES)}"
             )
         return language
 
-    def load_texts(self, source_dir) -> tuple[bytes, ...]:
+    def load_texts(self, source_dir: str | os.PathLike | None) -> tuple[bytes, ...]:
         """Reads the files of the configured language."""
         return sources.load(make_source(self.builder_config.name), source_dir)

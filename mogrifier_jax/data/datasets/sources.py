@@ -1,7 +1,7 @@
 """Finds the files of a corpus in a folder of the user, or downloads them.
 
-A file may be plain, a .gz or .xz, or in the archive it was published in. Its content is checked
-before it is used. `base.py` stores what is found here.
+A file may be plain, compressed as .gz or .xz, or in the archive in which it was published. Its
+content is checked before it is used. `base.py` stores the content.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import hashlib
 import http.client
 import io
 import lzma
+import os
 import pathlib
 import tarfile
 import urllib.error
@@ -17,6 +18,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 import zlib
+from collections.abc import Sequence
 
 import tqdm
 
@@ -31,45 +33,45 @@ _DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, ta
 class File:
     """One file of a corpus, with the size and sha256 of its content where they are known."""
 
-    path: str  # The end of its path in an archive; the last part is its name.
+    path: str  # The end of its path in an archive; the last component is its name.
     size: int | None = None
     sha256: str | None = None
 
     @property
     def name(self) -> str:
-        """The file's name without folders."""
+        """The name of the file without folders."""
         return self.path.rsplit("/", 1)[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The files of a corpus, where they lie in a folder and where they can be fetched."""
+    """The files of a corpus, and where they may be: in a folder or on the network."""
 
     name: str
     files: tuple[File, ...]
     folders: tuple[str, ...]  # Sub-folders of a source_dir that are searched.
-    archives: tuple[str, ...]  # Names of archives that hold all files.
-    urls: tuple[str, ...]  # Mirrors in order: an archive, or {file} for each file by itself.
+    archives: tuple[str, ...]  # Names of archives that contain all files.
+    urls: tuple[str, ...]  # Mirrors in order: of an archive, or with {file} of single files.
 
 
 class _Unfit(Exception):
-    """The reason why bytes from one place cannot be used."""
+    """Why the content of a file, an archive or a download cannot be used."""
 
 
-def load(source: Source, source_dir=None) -> tuple[bytes, ...]:
+def load(source: Source, source_dir: str | os.PathLike | None = None) -> tuple[bytes, ...]:
     """The content of the source's files, from `source_dir` if it has them, else downloaded."""
-    found = _load_local(source, source_dir) if source_dir is not None else None
-    return found if found is not None else _load_remote(source, source_dir)
+    local = _load_local(source, source_dir) if source_dir is not None else None
+    return local if local is not None else _load_remote(source, source_dir)
 
 
-def _load_local(source: Source, source_dir) -> tuple[bytes, ...] | None:
-    """Reads a user's folder; returns None if it has no file of the corpus."""
+def _load_local(source: Source, source_dir: str | os.PathLike) -> tuple[bytes, ...] | None:
+    """Reads the files in a user's folder; None if it has no file of the corpus."""
     folders = [pathlib.Path(source_dir, name) for name in (*source.folders, "")]
-    places = [_find(folders, (file.path, file.name)) for file in source.files]
+    paths = [_find(folders, (file.path, file.name)) for file in source.files]
     archive = _find(folders, source.archives)
-    if not any(places) and archive is None:
+    if not any(paths) and archive is None:
         return None
-    absent = [f.name for f, place in zip(source.files, places, strict=True) if place is None]
+    absent = [file.name for file, path in zip(source.files, paths, strict=True) if path is None]
     if absent and archive is None:
         raise errors.UsageError(f"{source_dir} lacks {', '.join(absent)}. {_advise(source)}")
     path = archive
@@ -77,14 +79,15 @@ def _load_local(source: Source, source_dir) -> tuple[bytes, ...] | None:
         if absent and archive is not None:
             return _extract(source, archive.name, archive.read_bytes())
         contents = []
-        for file, path in zip(source.files, filter(None, places), strict=True):
+        for file, path in zip(source.files, filter(None, paths), strict=True):
             contents.append(_check(file, _unpack(path.name, path.read_bytes())))
         return tuple(contents)
     except (_Unfit, *_DAMAGE) as error:
         raise errors.UsageError(f"{path}: {_explain(error)}. {_advise(source)}") from error
 
 
-def _find(folders, names) -> pathlib.Path | None:
+def _find(folders: Sequence[pathlib.Path], names: Sequence[str]) -> pathlib.Path | None:
+    """The first file in these folders that has one of these names, plain or compressed."""
     for folder in folders:
         for name in names:
             for suffix in ("", ".gz", ".xz"):
@@ -93,7 +96,8 @@ def _find(folders, names) -> pathlib.Path | None:
     return None
 
 
-def _load_remote(source: Source, source_dir) -> tuple[bytes, ...]:
+def _load_remote(source: Source, source_dir: str | os.PathLike | None) -> tuple[bytes, ...]:
+    """Downloads the files from the first mirror that has them whole."""
     failures = []
     for url in source.urls:
         try:
@@ -113,7 +117,7 @@ def _load_remote(source: Source, source_dir) -> tuple[bytes, ...]:
 
 
 def _advise(source: Source) -> str:
-    """A sentence that says what to fetch, from where, and where to put it."""
+    """A sentence that says what to download, from where, and where to put it."""
     names = ", ".join(file.name for file in source.files)
     archives = f", or {' or '.join(source.archives)}," if source.archives else ""
     return (
@@ -124,7 +128,7 @@ def _advise(source: Source) -> str:
 
 
 def _download(url: str) -> bytes:
-    """Fetches a URL whole, with a progress bar where there is a terminal."""
+    """Downloads a URL, with a progress bar if there is a terminal."""
     request = urllib.request.Request(url, headers={"User-Agent": "mogrifier_jax"})
     buffer = io.BytesIO()
     with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
@@ -149,7 +153,7 @@ def _unpack(name: str, content: bytes) -> bytes:
 
 
 def _extract(source: Source, name: str, content: bytes) -> tuple[bytes, ...]:
-    """Takes the source's files out of an archive; a .gz or .xz is the only file itself."""
+    """Extracts the source's files from an archive; a .gz or .xz is its only file, compressed."""
     if name.endswith(".zip"):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             names = archive.namelist()
@@ -174,7 +178,7 @@ def _member(file: File, names: list[str]) -> str:
 
 
 def _check(file: File, content: bytes) -> bytes:
-    """Refuses content that is empty or not what was published."""
+    """Refuses content that is empty or differs from what was published."""
     if not content:
         raise _Unfit(f"{file.name} is empty")
     if file.size is not None and len(content) != file.size:

@@ -1,20 +1,23 @@
-"""Any text of the user: three files, or one file that is cut by fractions at ends of lines."""
+"""Any text of the user: three files, or one file that is divided between lines."""
 
 import dataclasses
 import errno
 import hashlib
+import os
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow_datasets as tfds
 
 from mogrifier_jax import errors
-from mogrifier_jax.data import corpora
+from mogrifier_jax.data import vocabularies
 from mogrifier_jax.data.datasets import base
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Which files, and how they are read: `path`, or `train`, `valid` and `test`."""
+    """The files, which are `path` or `train`, `valid` and `test`, and how they are read."""
 
     path: str | None = None
     train: str | None = None
@@ -25,7 +28,7 @@ class Options:
     encoding: str = "utf-8"
 
     def __post_init__(self):
-        corpora.check_level(self.level)
+        vocabularies.check_level(self.level)
         three = (self.train, self.valid, self.test)
         if (all(three) and not self.path) or (self.path and not any(three)):
             return
@@ -49,24 +52,24 @@ class Text(base.TextBuilder):
     OPTIONS = tuple(field.name for field in dataclasses.fields(Options))
 
     @classmethod
-    def configure(cls, **options) -> TextConfig:
-        """The config of the fields of `Options`."""
+    def configure(cls, **options: Any) -> TextConfig:
+        """The config for these fields of `Options`."""
         if "fractions" in options:
             options["fractions"] = tuple(options["fractions"])
         return make_config(Options(**options))
 
     @property
     def level(self) -> str:
-        """What the options say."""
+        """The level in the options."""
         return self.builder_config.options.level
 
-    def load_texts(self, source_dir) -> tuple[bytes, ...]:
-        """Reads the files that the options name."""
+    def load_texts(self, source_dir: str | os.PathLike | None) -> tuple[bytes, ...]:
+        """Reads the files that the options name, wherever `source_dir` is."""
         return load_texts(self.builder_config.options)
 
 
 def make_config(options: Options) -> TextConfig:
-    """The config of these options, named after their content."""
+    """The config for these options, named after the content of the files."""
     digest = hashlib.sha256(repr((options.fractions, options.level, options.encoding)).encode())
     for path in _paths(options):
         digest.update(hashlib.sha256(_read_bytes(path)).digest())
@@ -83,8 +86,8 @@ def load_texts(options: Options) -> tuple[bytes, ...]:
     return tuple(text.encode("cp437" if byte_level else "utf-8") for text in texts)
 
 
-def cut(text: str, fractions, name: str) -> list[str]:
-    """Cuts a text by its number of lines; the last fraction takes what is left."""
+def cut(text: str, fractions: Sequence[float], name: str) -> list[str]:
+    """Divides a text by its number of lines; the last part gets the remaining lines."""
     fractions = tuple(fractions)
     if len(fractions) != 3 or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise errors.UsageError(f"fractions {fractions} must be three above 0 with the sum 1")
@@ -106,11 +109,10 @@ def _paths(options: Options) -> list[str]:
 
 def _read_bytes(path: str) -> bytes:
     try:
-        if (place := pathlib.Path(path).expanduser()).exists() and not place.is_file():
-            raise IsADirectoryError(
-                errno.EISDIR, "it is not a file"
-            )  # Reading a device may never end.
-        content = place.read_bytes()
+        file = pathlib.Path(path).expanduser()
+        if file.exists() and not file.is_file():  # Reading a device may never end.
+            raise IsADirectoryError(errno.EISDIR, "it is not a file")
+        content = file.read_bytes()
     except OSError as error:
         raise errors.UsageError(
             f"text file {path} cannot be read ({error.strerror}); give the path of a text file"
@@ -134,7 +136,7 @@ def _read(path: str, options: Options) -> str:
             f"text file {path} is not {encoding}: {error.reason} at byte {error.start}; set "
             "encoding to the right one, or level to byte"
         ) from error
-    except ValueError as error:  # Of codecs that are no encodings of texts.
+    except ValueError as error:  # Of codecs that do not encode texts, such as base64.
         raise errors.UsageError(
             f"encoding {encoding!r} cannot read {path} ({error}); use another, such as utf-8"
         ) from error

@@ -1,0 +1,511 @@
+"""Paths that may lie in a bucket: gs://bucket/name and s3://bucket/name.
+
+An object store has no append, no rename and no lock, and each request takes a tenth of a second.
+So a folder in a bucket is used through a mirror on the local disk: `mounted` copies what is there,
+everybody else reads and writes plain files, and a thread copies what has changed to the bucket
+while the run goes on. A path that is not in a bucket is handed through unchanged.
+
+What the bucket holds after a kill at any moment is what a disk might hold after one:
+
+- An object is replaced as a whole or not at all.
+- A checkpoint counts once its info.json is there, which is written last and removed first.
+- What a checkpoint depends on is written before it: metrics and older checkpoints.
+
+A run that trains holds a lease: an object that it renews with a precondition on the object's
+generation, so that of two runs one is refused. `tensorstore`, which Orbax brings along, speaks
+with the stores, finds the credentials and repeats requests that fail.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+from absl import logging
+
+from mogrifier_jax import errors
+
+DRIVERS = {"gs": "gcs", "s3": "s3"}
+PAUSE = 15.0  # Seconds between two looks for files that have changed.
+BEAT = 10.0  # Seconds after which a lease is renewed.
+EXPIRY = 60.0  # Seconds without a renewal after which a lease is free.
+PATIENCE = 30.0  # Seconds that a run waits for another one to end, as on a disk.
+_AT_ONCE = 32  # Requests under way.
+_RETRIES = 8  # Of a request, after 1, 2, 4, ... seconds: about two minutes, or six on a bad day.
+_LEASE = ".lease"
+# Folders that appear as a whole, and the file that makes them count.
+_GROUP = re.compile(r"(?:.*/)?checkpoints/(\d+)/")
+_MARK = "info/info.json"
+# What belongs to one process: locks, and what is not finished yet.
+_PRIVATE = re.compile(
+    r"(^|/)(\.lease|\.lock|checkpoints/lock|\.[^/]*\.tmp|[^/]*\.orbax-checkpoint-tmp[^/]*"
+    r"|\d+\.removed[^/]*|\d+\.replaced)(/|$)"
+)
+
+Signature = tuple[int, int, int]
+_mirrors: dict[str, "Mirror"] = {}  # By their folders.
+
+
+def is_bucket(path: Any) -> bool:
+    """Whether a path is an address of an object store."""
+    # pathlib makes gs:/bucket of gs://bucket.
+    return bool(re.match(rf"({'|'.join(DRIVERS)})://?[^/]", str(path)))
+
+
+def is_mirror(path: str | os.PathLike) -> bool:
+    """Whether a folder is this process's own copy of one in a bucket."""
+    name = os.path.abspath(path) + os.sep
+    return any(name.startswith(folder + os.sep) for folder in list(_mirrors))
+
+
+def show(text: str) -> str:
+    """A text for people, with the addresses of mirrors instead of their folders."""
+    for folder, mirror in list(_mirrors.items()):
+        text = text.replace(folder, mirror.url)
+    return text
+
+
+@contextlib.contextmanager
+def mounted(path: str, *, exclusive: bool = False) -> Iterator[str]:
+    """The folder of this name, or the mirror of one in a bucket, which gets what changes in it.
+
+    Args:
+      exclusive: refuse a folder in a bucket that another run has. Of several processes of a run
+        only process 0 then has what is in the folder, and writes.
+    """
+    if not is_bucket(path):
+        yield path
+        return
+    mirror = Mirror(path)
+    try:
+        mirror.start(exclusive)
+        yield str(mirror.folder)
+    except BaseException:
+        mirror.close(quiet=True)
+        raise
+    mirror.close()
+
+
+@contextlib.contextmanager
+def output(path: str | None) -> Iterator[str | None]:
+    """A file to write: the one of this name, or one that is copied to a bucket in the end."""
+    if path is None or not is_bucket(path):
+        yield path
+        return
+    folder, _, name = str(path).rpartition("/")
+    mirror = Mirror(folder)
+    try:
+        mirror.folder.mkdir()
+        mirror.fetch([name])  # A report is renewed, not begun anew.
+        yield str(mirror.folder / name)
+    except BaseException:
+        mirror.close(quiet=True)
+        raise
+    mirror.close()
+
+
+def local_copy(path: Any) -> Any:
+    """A path to read from: this one, or a copy of the folder or file in a bucket.
+
+    The copy is there until the process ends.
+    """
+    if not is_bucket(path):
+        return path
+    for mirror in _mirrors.values():
+        if mirror.url == _normalised(path):
+            return str(mirror.folder)
+    mirror = Mirror(path)
+    atexit.register(mirror.remove)
+    if not mirror.pull() and not mirror.pull_file():
+        mirror.remove()
+        raise errors.UsageError(f"{mirror.url} does not exist; give the address of what is there")
+    return str(mirror.folder)
+
+
+class Mirror:
+    """A folder in a bucket, and this process's copy of it."""
+
+    def __init__(self, url: Any):
+        self.url = _normalised(url)
+        self._store = _open(self.url)
+        self.folder = _make_folder(self.url.rpartition("/")[2])
+        self._guard = _hold(self.folder.parent)
+        self._pushed: dict[str, Signature] = {}
+        self._lease: _Lease | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        _mirrors[str(self.folder)] = self
+
+    def start(self, exclusive: bool) -> None:
+        """Copies what is there and begins to write what changes."""
+        first = jax.process_index() == 0
+        if exclusive and first:
+            self._lease = _Lease(self._store, self.url)
+        if first or not exclusive:
+            self.pull()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if first:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="bucket")
+            self._thread.start()
+
+    def pull(self) -> bool:
+        """Copies the folder from the bucket; False if nothing is there."""
+        with _explained(self.url, "read"):
+            names = [key.decode() for key in self._store.list().result()]
+        names = [name for name in names if not name.endswith("/") and not _PRIVATE.search(name)]
+        whole = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
+        self.fetch(name for name in names if (_group(name) or "") in {"", *whole})
+        return bool(names)
+
+    def pull_file(self) -> bool:
+        """Copies a single object, whose name is the whole address; False if it is not there."""
+        above, _, name = self.url.rpartition("/")
+        with _explained(self.url, "read"):
+            found = _open(above).read(name.encode()).result()
+        if found.state != "value":
+            return False
+        self.folder.write_bytes(found.value)
+        return True
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Copies some files from the bucket; those that are not there are left out."""
+        names = list(names)
+
+        def write(name: str, found: Any) -> None:
+            if found.state == "value":
+                path = self.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(found.value)
+                self._pushed[name] = _sign(path)
+
+        with _explained(self.url, "read"):
+            _side_by_side(names, lambda name: self._store.read(name.encode()), write)
+
+    def push(self) -> None:
+        """Copies what has changed to the bucket, in an order that is safe at every moment."""
+        while not self._push_once():
+            pass
+
+    def close(self, *, quiet: bool = False) -> None:
+        """Writes the rest, gives the lease back and removes the copy.
+
+        Args:
+          quiet: something else has failed, and that is to be told.
+        """
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            if self._lease is not None:
+                self._lease.renew()
+            if jax.process_index() == 0:
+                self.push()
+            if self._lease is not None:
+                self._lease.release()
+        except BaseException as error:
+            kept = self._keep()
+            if quiet or not isinstance(error, errors.UsageError):
+                logging.warning("%s is not complete; what it lacks is in %s", self.url, kept)
+            if not quiet and isinstance(error, errors.UsageError):
+                raise errors.UsageError(f"{error}; what is not there is in {kept}") from None
+            if not isinstance(error, errors.UsageError):
+                raise
+        else:
+            self.remove()
+
+    def _keep(self) -> pathlib.Path:
+        """Puts the copy where no later run removes it; returns its new place."""
+        self._forget()
+        above = self.folder.parent
+        kept = above.rename(above.with_name(f"kept_{above.name}"))
+        return kept / self.folder.name
+
+    def remove(self) -> None:
+        """Deletes the copy."""
+        self._forget()
+        shutil.rmtree(self.folder.parent, ignore_errors=True)
+
+    def _forget(self) -> None:
+        _mirrors.pop(str(self.folder), None)
+        self._guard.close()
+
+    def _watch(self) -> None:
+        """Renews the lease and writes what changes, until the mirror is closed."""
+        said, looked = "", time.monotonic()
+        while not self._wake.wait(min(BEAT, PAUSE)):
+            try:
+                if self._lease is not None:
+                    self._lease.renew()
+                if time.monotonic() - looked >= PAUSE:
+                    self.push()
+                    looked = time.monotonic()
+            except _LeaseLost as error:
+                logging.error("%s", error)
+                os.kill(os.getpid(), signal.SIGTERM)  # The run saves for itself, and ends.
+                return
+            except errors.UsageError as error:
+                if str(error) != said:
+                    logging.warning("%s; the run goes on, and this is tried again", error)
+                said = str(error)
+
+    def _scan(self) -> dict[str, Signature]:
+        """The files of the mirror that belong into the bucket."""
+        found = {}
+        for place, _, names in os.walk(self.folder):
+            for name in names:
+                path = pathlib.Path(place, name)
+                key = path.relative_to(self.folder).as_posix()
+                if not _PRIVATE.search(key) and path.is_file() and not path.is_symlink():
+                    with contextlib.suppress(FileNotFoundError):
+                        found[key] = _sign(path)
+        return found
+
+    def _push_once(self) -> bool:
+        """One pass; False if a checkpoint was removed meanwhile, so that another is due."""
+        found = self._scan()
+        changed = [name for name in found if self._pushed.get(name) != found[name]]
+        gone = [name for name in self._pushed if name not in found]
+        self._write([name for name in changed if not _group(name)], found)
+        groups = {group for name in changed if (group := _group(name))}
+        for group in sorted(groups, key=_step_of):
+            names = [name for name in changed if name.startswith(group)]
+            # One that is replaced by another of the same step does not count meanwhile.
+            self._delete([name for name in [group + _MARK] if name in self._pushed])
+            mark = [group + _MARK] if group + _MARK in found else []
+            if not self._write([name for name in names if name not in mark], found):
+                return False
+            if not self._write(mark, found):
+                return False
+        gone = [name for name in gone if not self._is_replaced(_group(name))]
+        marks = [name for name in gone if name.endswith(_MARK)]
+        for name in sorted(
+            marks, key=lambda mark: _step_of(mark.removesuffix(_MARK)), reverse=True
+        ):
+            self._delete([name])  # One that names another as the best goes before that one.
+        self._delete([name for name in gone if name not in marks])
+        return True
+
+    def _is_replaced(self, group: str | None) -> bool:
+        """Whether a checkpoint is out of the way until another of the same step is there."""
+        return group is not None and (self.folder / f"{group[:-1]}.replaced").exists()
+
+    def _write(self, names: list[str], found: dict[str, Signature]) -> bool:
+        """Writes these files; False if one of them is gone."""
+        there = True
+
+        def send(name: str) -> Any:
+            nonlocal there
+            try:
+                value = (self.folder / name).read_bytes()
+            except FileNotFoundError:
+                there = False
+                return None
+            return self._store.write(name.encode(), value)
+
+        def note(name: str, _: Any) -> None:
+            self._pushed[name] = found[name]
+
+        with _explained(self.url, "written"):
+            _side_by_side(names, send, note)
+        return there
+
+    def _delete(self, names: list[str]) -> None:
+        with _explained(self.url, "written"):
+            _side_by_side(
+                names,
+                lambda name: self._store.write(name.encode(), None),
+                lambda name, _: self._pushed.pop(name, None),
+            )
+
+
+class _LeaseLost(errors.UsageError):
+    """Another run has taken the folder."""
+
+
+class _Lease:
+    """The right to write to a folder, as an object that is renewed.
+
+    Whoever finds one waits until it is given back. If it is not renewed for EXPIRY seconds, or if
+    it belongs to a process of this machine that has ended, it is taken over.
+    """
+
+    def __init__(self, store: Any, url: str):
+        self._store, self._url = store, url
+        self._token = secrets.token_hex(8)
+        self._renewed = 0.0
+        with _explained(url, "written"):
+            self._generation = self._acquire()
+
+    def _acquire(self) -> bytes:
+        # If the bucket is missing, this says so; S3 answers a conditional write as if it were late.
+        self._store.list().result()
+        started = changed = time.monotonic()
+        seen, warned = None, False
+        while True:
+            found = self._store.read(_LEASE.encode()).result()
+            now = time.monotonic()
+            if found.stamp.generation != seen:
+                seen, changed = found.stamp.generation, now
+            if found.state == "missing" or _has_ended(found.value) or now - changed > EXPIRY:
+                if generation := self._put(found.stamp.generation):
+                    return generation
+                continue  # Somebody else was faster.
+            if changed > started and now - started > PATIENCE:
+                raise errors.UsageError(
+                    f"another run is writing to {self._url}; wait for it, or stop it, or use "
+                    "another workdir"
+                )
+            if not warned:
+                logging.warning("another run is writing to %s; waiting for its end", self._url)
+                warned = True
+            time.sleep(1.0)
+
+    def renew(self) -> None:
+        """Says that this run is alive; raises if another one has taken over."""
+        if time.monotonic() - self._renewed < BEAT / 2:
+            return
+        with _explained(self._url, "written"):
+            generation = self._put(self._generation)
+        if not generation:
+            raise _LeaseLost(f"another run has taken over {self._url}; this one writes no more")
+        self._generation = generation
+
+    def release(self) -> None:
+        """Gives the lease back."""
+        with _explained(self._url, "written"):
+            self._store.write(_LEASE.encode(), None, if_equal=self._generation).result()
+
+    def _put(self, expected: bytes) -> bytes:
+        """Writes the lease if it is the expected one; empty if it is not."""
+        holder = _identify(os.getpid()) | {"token": self._token, "time": time.time()}
+        value = json.dumps(holder).encode()
+        stamp = self._store.write(_LEASE.encode(), value, if_equal=expected).result()
+        self._renewed = time.monotonic()
+        if stamp.generation:
+            return stamp.generation
+        # A request that was repeated after its answer was lost finds its own first try.
+        found = self._store.read(_LEASE.encode()).result()
+        return found.stamp.generation if self._token.encode() in found.value else b""
+
+
+def _identify(pid: int) -> dict[str, Any]:
+    """A process, such that others of the same machine can see whether it is still there."""
+    machine = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        machine.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        machine.append(os.readlink("/proc/self/ns/pid"))
+    started = ""
+    with contextlib.suppress(OSError, IndexError):
+        started = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return {"machine": " ".join(machine), "pid": pid, "started": started}
+
+
+def _has_ended(lease: bytes) -> bool:
+    """Whether the holder was a process of this machine that is no longer there."""
+    try:
+        holder = json.loads(lease)
+        now = _identify(int(holder["pid"]))
+        return holder["machine"] == now["machine"] and holder["started"] != now["started"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _open(url: str) -> Any:
+    """The key-value store of a folder in a bucket."""
+    import tensorstore
+
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    driver = DRIVERS[scheme]
+    spec: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": f"{path}/" if path else ""}
+    spec["context"] = {f"{driver}_request_retries": {"max_retries": _RETRIES}}
+    if scheme == "s3" and os.environ.get("AWS_ENDPOINT_URL"):  # Stores of others than Amazon.
+        spec["endpoint"] = os.environ["AWS_ENDPOINT_URL"]
+        spec["aws_region"] = os.environ.get("AWS_REGION", "us-east-1")
+    with _explained(url, "used"):
+        return tensorstore.KvStore.open(spec).result()
+
+
+@contextlib.contextmanager
+def _explained(url: str, verb: str) -> Iterator[None]:
+    """Turns what the storage library raises into a sentence without its details."""
+    try:
+        yield
+    except errors.UsageError:
+        raise
+    except (ValueError, OSError, RuntimeError, NotImplementedError, TimeoutError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = re.sub(r"\s*\[.*|https?://\S+", "", reason)[:160].rstrip(" :")
+        raise errors.UsageError(
+            f"{url} cannot be {verb} ({reason}); see that the bucket is there, that your account "
+            "may use it, and that the network is up"
+        ) from None
+
+
+def _side_by_side(
+    names: Iterable[str], ask: Callable[[str], Any], then: Callable[[str, Any], Any]
+) -> None:
+    """Sends requests, some at a time, and hands each answer on; None is no request."""
+    names = list(names)
+    for start in range(0, len(names), _AT_ONCE):
+        asked = [(name, ask(name)) for name in names[start : start + _AT_ONCE]]
+        for name, future in asked:
+            if future is not None:
+                then(name, future.result())
+
+
+def _group(name: str) -> str | None:
+    """The folder of the checkpoint that a file belongs to, as checkpoints/300/."""
+    found = _GROUP.match(name)
+    return found and found[0]
+
+
+def _step_of(group: str) -> tuple[str, int]:
+    above, _, step = group[:-1].rpartition("/")
+    return above, int(step)
+
+
+def _sign(path: pathlib.Path) -> Signature:
+    """What differs when a file has changed."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _normalised(url: Any) -> str:
+    """The address with two slashes after its scheme and none at its end."""
+    scheme, _, rest = str(url).partition(":")
+    return f"{scheme}://{rest.strip('/')}"
+
+
+def _make_folder(name: str) -> pathlib.Path:
+    """A new folder of this name for a mirror; removes those of processes that were killed."""
+    cache = os.environ.get("MOGRIFIER_CACHE_DIR") or os.path.expanduser("~/.cache/mogrifier_jax")
+    above = pathlib.Path(cache).absolute() / "buckets"
+    above.mkdir(parents=True, exist_ok=True)
+    for left in above.glob("[0-9a-f]" * 8):
+        with contextlib.suppress(OSError):
+            with open(left / "guard") as guard:
+                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+    folder = above / secrets.token_hex(4) / name
+    folder.parent.mkdir()
+    return folder
+
+
+def _hold(folder: pathlib.Path) -> Any:
+    """Locks the folder of a mirror for as long as this process lives."""
+    guard = open(folder / "guard", "w")
+    fcntl.flock(guard, fcntl.LOCK_EX)
+    return guard

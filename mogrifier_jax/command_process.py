@@ -1,0 +1,61 @@
+"""A command as a process: its standard streams, the process that started it, and its exit code.
+
+Nothing slow is imported here, because this comes first.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+PARENT = "MOGRIFIER_PARENT"  # The variable with the id of the process that started this one.
+
+
+def prepare_streams() -> None:
+    """Makes output possible in any environment."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # Closed: the next file to be opened would receive what is printed.
+            os.open(os.devnull, os.O_RDWR)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # For what ASCII or Latin-1 lack.
+    if "MPLBACKEND" in os.environ:  # Figures are written to files, and this backend may not exist.
+        os.environ["MPLBACKEND"] = "agg"
+
+
+def end_with_parent() -> None:
+    """Stops this process if the one that started it is killed: a sweep, a study or a launcher."""
+    parent = os.environ.get(PARENT, "")
+    os.environ[PARENT] = str(os.getpid())  # For the processes that this one starts.
+    if not parent.isdecimal():
+        return
+    if os.getppid() != int(parent):
+        if not os.path.exists("/proc/self") or os.path.exists(f"/proc/{parent}"):
+            return  # Another program in between started this process.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
+
+
+def end(message: str, code: int) -> NoReturn:
+    """Exits with this code, after showing the message if that is possible."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Discarded, because Python would otherwise exit with another code.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)

@@ -1,0 +1,60 @@
+"""Settings of JAX and XLA that are made before they start.
+
+They keep compiled programs on disk, refuse flags that XLA cannot read, and make the numbers of a
+run independent of the environment.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+from absl import logging
+
+from mogrifier_jax import errors
+
+# What random numbers and dtypes depend on.
+NUMBERS = {
+    "jax_threefry_partitionable": True,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_random_seed_offset": 0,
+    "jax_enable_x64": False,
+    "jax_numpy_dtype_promotion": "standard",
+}
+
+
+def fix_numbers() -> None:
+    """Sets what JAX draws and computes with, whatever the environment says."""
+    for name, value in NUMBERS.items():
+        if getattr(jax.config, name) != value:
+            logging.warning(
+                "%s=%s is ignored: a run uses %s", name.upper(), getattr(jax.config, name), value
+            )
+            jax.config.update(name, value)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in ~/.cache, unless JAX_COMPILATION_CACHE_DIR names another folder.
+
+    JAX_ENABLE_COMPILATION_CACHE=false switches it off.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        base = os.environ.get("MOGRIFIER_CACHE_DIR") or "~/.cache/mogrifier_jax"
+        folder = pathlib.Path(base).expanduser() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def check_xla_flags() -> None:
+    """Refuses XLA_FLAGS that XLA does not know, because it would abort the process over them."""
+    value = os.environ.get("XLA_FLAGS")
+    if not value:
+        return
+    read = "x.CompileOptions().executable_build_options.debug_options"
+    command = [sys.executable, "-c", f"from jaxlib import xla_client as x; {read}"]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    if checked.returncode:
+        reason = checked.stderr.strip().partition("\n")[0].rpartition("] ")[2]
+        raise errors.UsageError(
+            f"XLA_FLAGS={value!r} cannot be read ({reason}); correct or unset the variable"
+        )

@@ -1,0 +1,96 @@
+"""`--mode=preflight`: whether a run fits on chips that are not here, and how fast it will be.
+
+    python -m mogrifier_jax.main --mode=preflight --config=experiments/enwik8.py --topology=v5e:2x2
+
+`estimates.py` makes the estimates that are printed here.
+"""
+
+import datetime
+import importlib.metadata
+import json
+from typing import Any
+
+from ml_collections import config_dict
+
+from mogrifier_jax.preflight import estimates, memory, targets
+from mogrifier_jax.training import summaries, units, workdirs
+
+
+def preflight(
+    config: config_dict.ConfigDict,
+    topology: str,
+    *,
+    search: bool = False,
+    json_path: str | None = None,
+) -> list[estimates.Estimate]:
+    """Prints the estimate of a config on a topology, and returns it in a list.
+
+    Args:
+      search: try all splits of the chips into data and model axes, print the best one in full and
+        list the others, which are returned as well, the best first.
+      json_path: a file for all numbers.
+    """
+    target = targets.parse(topology)
+    if search:
+        ranked = estimates.examine_splits(config, target)
+    else:
+        ranked = [estimates.examine(config, target)]
+    print(to_table(ranked[0]))
+    if search:
+        lines = ["splits of the chips, best first:", *(each.in_one_line() for each in ranked)]
+        print("\n  ".join(lines))
+    if json_path:
+        write_json(json_path, ranked)
+    return ranked
+
+
+def to_table(estimate: estimates.Estimate) -> str:
+    """An estimate as a table for the terminal."""
+    show, verdict = memory.show_bytes, "fits" if estimate.fits else "DOES NOT FIT"
+    needed = show(estimate.needed) if estimate.needed else "more"
+    sections: dict[str, list[tuple[str, Any]]] = {
+        "program": [
+            ("chips", f"{estimate.topology}, data {estimate.data} x model {estimate.model}"),
+            ("batch x window", f"{estimate.batch_size} x {estimate.window}"),
+            ("parameters", estimate.parameters),
+            ("matmul FLOPs of a step", units.quantity(estimate.flops)),
+        ],
+        f"memory of each chip: {verdict}": [
+            ("needed, of", f"{needed}, {show(estimate.memory)}"),
+            *((f"  {kind}", show(size)) for kind, size in estimate.bytes.items()),
+            ("while evaluating", show(estimate.evaluation_needed)),
+        ],
+    }
+    if estimate.time_from:
+        share = estimate.collective_seconds / estimate.seconds
+        sections[f"time of a step, estimated ({estimate.time_from})"] = [
+            ("milliseconds", f"{1e3 * estimate.seconds:.1f}"),
+            ("  in collectives", f"{1e3 * estimate.collective_seconds:.1f} ({share:.0%})"),
+            *(
+                (f"  {kind}", f"{times:,.0f} times, {show(size)}")
+                for kind, (times, size) in estimate.collectives.items()
+            ),
+            *([("kernels launched", f"{estimate.kernels:,.0f}")] if estimate.kernels > 0 else []),
+            ("tokens per second", f"{estimate.tokens_per_second:,.0f}"),
+            ("  per chip", f"{estimate.tokens_per_second / estimate.chips:,.0f}"),
+            ("share of the peak", f"{estimate.peak_share:.1%}"),
+            ("seconds of an evaluation", f"{estimate.evaluation_seconds:.2f}"),
+            ("  of a checkpoint", f"{estimate.saving_seconds:.2f}"),
+            (
+                "days in all",
+                f"{estimate.days:.2f} for {estimate.steps:,} steps, {estimate.turns:,} turns",
+            ),
+        ]
+    return "\n".join([summaries.table(sections), *estimate.notes])
+
+
+def write_json(path: str, ranked: list[estimates.Estimate]) -> None:
+    """Writes estimates to a file, with the date and the versions of JAX and the compilers."""
+    names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    installed = {dist.metadata["Name"].lower() for dist in importlib.metadata.distributions()}
+    content = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in names if name in installed},
+        "reports": [each.to_dict() for each in ranked],
+    }
+    workdirs.replace_text(path, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,397 @@
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from mogrifier_jax import buckets, errors
+from mogrifier_jax.data import corpora
+from tests import object_store
+
+ROOT = pathlib.Path(__file__).parents[1]
+RUN = "gs://runs/some/run"
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    with object_store.serving("runs") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MOGRIFIER_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setattr(buckets, "_RETRIES", 1)
+        yield server
+
+
+def contents(store, prefix="some/run/"):
+    found = store.objects["runs"].items()
+    return {name.removeprefix(prefix): content for name, (content, _) in found}
+
+
+def put(store, prefix="some/run/", **files):
+    for name, content in files.items():
+        store.objects["runs"][prefix + name.replace("__", "/")] = (content, 1)
+
+
+def cached(tmp_path):
+    return [path for path in (tmp_path / "cache" / "buckets").glob("*")]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_one"),
+    [
+        ("gs://bucket/run", True),
+        ("s3://bucket", True),
+        (pathlib.Path("gs://bucket/run"), True),
+        ("runs/gs", False),
+        ("/runs/gs:/x", False),
+        ("hdfs://x/y", False),
+        ("gs:", False),
+        (None, False),
+    ],
+)
+def test_what_is_in_a_bucket(path, is_one):
+    assert buckets.is_bucket(path) == is_one
+
+
+def test_a_path_of_a_disk_is_handed_through(tmp_path):
+    with buckets.mounted(str(tmp_path)) as folder, buckets.output(None) as nothing:
+        assert folder == str(tmp_path) and nothing is None
+        assert not buckets.is_mirror(folder)
+    assert buckets.local_copy(tmp_path) is tmp_path
+
+
+def test_files_come_and_go(store, tmp_path):
+    put(store, **{"config.json": b"{}", "sub__old": b"old", "gone": b"x"})
+    with buckets.mounted(RUN) as folder:
+        folder = pathlib.Path(folder)
+        assert folder.name == "run" and buckets.is_mirror(folder / "sub")
+        assert (folder / "sub" / "old").read_bytes() == b"old"
+        (folder / "sub" / "old").write_bytes(b"new")
+        (folder / "empty").touch()
+        (folder / "gone").unlink()
+        (folder / ".lock").touch()
+        (folder / ".results.json.12345678.tmp").touch()
+        assert buckets.show(f"see {folder}/x") == f"see {RUN}/x"
+    assert contents(store) == {"config.json": b"{}", "sub/old": b"new", "empty": b""}
+    assert not cached(tmp_path)
+
+
+def test_only_what_has_changed_is_written(store):
+    put(store, a=b"a", b=b"b")
+    with buckets.mounted(RUN) as folder:
+        pathlib.Path(folder, "b").write_bytes(b"bb")
+        store.requests.clear()
+    assert store.requests == [("POST", "some/run/b")]
+
+
+def test_changes_are_written_while_the_block_runs(store, monkeypatch):
+    monkeypatch.setattr(buckets, "PAUSE", 0.05)
+    with buckets.mounted(RUN) as folder:
+        pathlib.Path(folder, "metrics.jsonl").write_bytes(b"1\n")
+        end = time.monotonic() + 20
+        while contents(store) != {"metrics.jsonl": b"1\n"} and time.monotonic() < end:
+            time.sleep(0.05)
+        assert contents(store) == {"metrics.jsonl": b"1\n"}
+
+
+# Checkpoints.
+
+
+def save(folder, step, best, keep=2):
+    """What a run does at the end of a turn, without its arrays."""
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(f"{step}\n")
+    new = folder / "checkpoints" / str(step)
+    temporary = new.with_name(f"{step}.orbax-checkpoint-tmp-1")
+    for name in ("state/d/array", "state/manifest", "info/info.json"):
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        (temporary / name).write_text(f"{step} {best}")
+    yield  # Something may look here.
+    temporary.rename(new)
+    yield
+    steps = sorted(int(p.name) for p in new.parent.glob("*") if p.name.isdecimal())
+    newest = steps[-keep:]
+    bests = [int((new.parent / str(s) / "info/info.json").read_text().split()[1]) for s in newest]
+    for old in sorted(set(steps) - {*newest, *bests}, reverse=True):
+        place = new.with_name(f"{old}.removed")
+        (new.parent / str(old)).rename(place)
+        yield
+        for path in sorted(place.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        place.rmdir()
+        yield
+
+
+HISTORY = [(0, 0), (10, 10), (20, 10), (30, 10), (40, 40), (50, 40)]
+
+
+def check_usable(files):
+    """What somebody who resumes from these files relies on."""
+    groups = {buckets._group(name) for name in files} - {None}
+    whole = [group for group in groups if f"{group}info/info.json" in files]
+    lines = files.get("metrics.jsonl", b"").decode().split()
+    for group in whole:
+        step, best = files[f"{group}info/info.json"].decode().split()
+        assert step in lines
+        for name in ("state/d/array", "state/manifest"):
+            assert files.get(group + name) == f"{step} {best}".encode()
+        assert f"checkpoints/{best}/info/info.json" in files
+    return sorted(int(group.split("/")[-2]) for group in whole)
+
+
+def test_a_kill_at_any_request_leaves_what_a_disk_might_hold(store, monkeypatch):
+    """The mirror writes after each change of the files; every prefix of its requests is usable."""
+    states = []
+    answer = object_store.Handler.answer
+
+    def note(handler, act):
+        answer(handler, act)
+        states.append(contents(store))
+
+    monkeypatch.setattr(object_store.Handler, "answer", note)
+    monkeypatch.setattr(buckets, "_AT_ONCE", 1)
+    with buckets.mounted(RUN) as folder:
+        (mirror,) = buckets._mirrors.values()
+        for step, best in HISTORY:
+            for _ in save(pathlib.Path(folder), step, best):
+                mirror.push()
+    resumable = [check_usable(files) for files in states]
+    assert resumable[-1] == [40, 50]
+    newest = [max(steps, default=-1) for steps in resumable]
+    assert newest == sorted(newest)  # What was saved once stays until something newer is.
+    assert len(states) > 30
+
+
+def test_the_check_above_finds_what_is_wrong():
+    files = {"metrics.jsonl": b"10\n"}
+    for name in ("state/d/array", "state/manifest", "info/info.json"):
+        files[f"checkpoints/10/{name}"] = b"10 10"
+    assert check_usable(files) == [10]
+    for name in files:
+        if not name.endswith("info.json"):
+            with pytest.raises(AssertionError):
+                check_usable({key: value for key, value in files.items() if key != name})
+    with pytest.raises(AssertionError):
+        check_usable(files | {"checkpoints/10/info/info.json": b"10 0"})
+
+
+def test_half_of_a_checkpoint_is_not_copied(store):
+    put(store, **{"checkpoints__10__state__x": b"x", "checkpoints__10__info__info.json": b"{}"})
+    put(store, **{"checkpoints__20__state__x": b"x", "checkpoints__20.damaged__y": b"y"})
+    with buckets.mounted(RUN) as folder:
+        found = {p.relative_to(folder).as_posix() for p in pathlib.Path(folder).rglob("*")}
+    assert "checkpoints/10/state/x" in found and "checkpoints/20.damaged/y" in found
+    assert "checkpoints/20" not in found
+
+
+# Two runs.
+
+
+def test_a_second_run_is_refused_while_the_first_one_lives(store, monkeypatch):
+    for name, value in dict(BEAT=0.1, PAUSE=0.1, PATIENCE=0.5, EXPIRY=60.0).items():
+        monkeypatch.setattr(buckets, name, value)
+    with buckets.mounted(RUN, exclusive=True):
+        assert ".lease" in contents(store)
+        with pytest.raises(errors.UsageError, match="another run is writing to gs://runs/some/run"):
+            with buckets.mounted(RUN, exclusive=True):
+                raise AssertionError
+        with buckets.mounted(RUN):  # To look is always possible.
+            pass
+    assert ".lease" not in contents(store)
+    with buckets.mounted(RUN, exclusive=True):
+        pass
+
+
+def test_the_lease_of_a_run_that_was_killed_is_free(store, monkeypatch):
+    """At once if it ran on this machine, else when it was not renewed for a while."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    holder = buckets._identify(dead.pid)
+    dead.wait()
+    put(store, **{".lease": json.dumps(holder).encode()})
+    started = time.monotonic()
+    with buckets.mounted(RUN, exclusive=True):
+        assert time.monotonic() - started < 10
+    monkeypatch.setattr(buckets, "EXPIRY", 1.5)
+    put(store, **{".lease": json.dumps(holder | {"machine": "another"}).encode()})
+    started = time.monotonic()
+    with buckets.mounted(RUN, exclusive=True):
+        assert time.monotonic() - started >= 1.5
+
+
+def test_of_many_that_come_at_once_one_gets_the_lease(store, monkeypatch):
+    for name, value in dict(BEAT=0.1, PATIENCE=0.3).items():
+        monkeypatch.setattr(buckets, name, value)
+    outcomes, entered = [], threading.Barrier(4)
+
+    def take():
+        kv = buckets._open(RUN)
+        entered.wait()
+        try:
+            outcomes.append(buckets._Lease(kv, RUN))
+        except errors.UsageError:
+            outcomes.append(None)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 30
+    while len(outcomes) < 4 and time.monotonic() < end:
+        for lease in [each for each in outcomes if each]:
+            lease.renew()
+        time.sleep(0.05)
+    assert sum(each is not None for each in outcomes) == 1 and len(outcomes) == 4
+
+
+def test_a_run_whose_lease_was_taken_writes_no_more(store, tmp_path):
+    with pytest.raises(
+        errors.UsageError, match=r"taken over gs://runs/some/run.*; what is not"
+    ) as e:
+        with buckets.mounted(RUN, exclusive=True) as folder:
+            (mirror,) = buckets._mirrors.values()
+            mirror._lease._renewed = 0.0
+            put(store, **{".lease": b"{}"})
+            pathlib.Path(folder, "metrics.jsonl").write_bytes(b"1\n")
+    assert contents(store) == {".lease": b"{}"}
+    kept = pathlib.Path(str(e.value).rpartition(" is in ")[2])
+    assert (kept / "metrics.jsonl").read_bytes() == b"1\n"
+
+
+# Stores that are slow, fail or refuse.
+
+
+def test_failures_are_tried_again(store):
+    put(store, a=b"a")
+    store.failures = [503, "reset"]
+    with buckets.mounted(RUN) as folder:
+        assert pathlib.Path(folder, "a").read_bytes() == b"a"
+        pathlib.Path(folder, "b").write_bytes(b"b")
+        store.failures = [503]
+    assert contents(store) == {"a": b"a", "b": b"b"}
+
+
+def test_what_cannot_be_written_is_kept(store, tmp_path):
+    with pytest.raises(errors.UsageError, match="cannot be written") as e:
+        with buckets.mounted(RUN) as folder:
+            pathlib.Path(folder, "results.json").write_bytes(b"{}")
+            store.denied = True
+    kept = pathlib.Path(str(e.value).rpartition(" is in ")[2])
+    assert (kept / "results.json").read_bytes() == b"{}"
+    assert "token" not in str(e.value) and "http" not in str(e.value)
+    store.denied = False
+    with buckets.mounted(RUN):  # A later run removes what others left, but not this.
+        pass
+    assert (kept / "results.json").exists()
+
+
+@pytest.mark.parametrize("url", ["gs://missing/run", RUN])
+def test_a_bucket_that_cannot_be_used_is_refused_before_any_work(store, tmp_path, url):
+    store.denied = url == RUN
+    with pytest.raises(errors.UsageError, match=rf"{url} cannot be (read|written) \("):
+        with buckets.mounted(url, exclusive=True):
+            raise AssertionError
+    assert not cached(tmp_path)
+
+
+def test_what_fails_in_the_block_matters_more(store):
+    with pytest.raises(ZeroDivisionError):
+        with buckets.mounted(RUN) as folder:
+            pathlib.Path(folder, "x").write_bytes(b"x")
+            store.denied = True
+            raise ZeroDivisionError
+
+
+def test_copies_of_killed_processes_are_removed(store, tmp_path):
+    left = tmp_path / "cache" / "buckets" / "0123abcd"
+    (left / "run").mkdir(parents=True)
+    (left / "guard").touch()
+    with buckets.mounted(RUN):
+        assert not left.exists() and len(cached(tmp_path)) == 1
+
+
+# Single files, and what is only read.
+
+
+def test_a_file_is_written_to_a_bucket(store):
+    put(store, **{"report.md": b"old"})
+    with buckets.output(f"{RUN}/report.md") as path:
+        assert pathlib.Path(path).read_bytes() == b"old"
+        pathlib.Path(path).write_bytes(b"new")
+        pathlib.Path(path).with_name("picture.png").write_bytes(b"png")
+    assert contents(store) == {"report.md": b"new", "picture.png": b"png"}
+
+
+def test_a_folder_and_a_file_are_copied_to_be_read(store):
+    put(store, **{"a__b": b"b"})
+    folder = buckets.local_copy(RUN)
+    assert pathlib.Path(folder, "a", "b").read_bytes() == b"b"
+    assert buckets.local_copy(RUN) == folder  # Once.
+    file = buckets.local_copy(f"{RUN}/a/b")
+    assert pathlib.Path(file).read_bytes() == b"b" and file.endswith("/b")
+    with pytest.raises(errors.UsageError, match="gs://runs/some/runs does not exist"):
+        buckets.local_copy(f"{RUN}s")
+    for mirror in list(buckets._mirrors.values()):
+        mirror.remove()
+
+
+@pytest.mark.slow
+def test_corpora_are_read_from_a_bucket_and_prepared_in_one(store, tmp_path):
+    put(store, prefix="corpora/", **{"ptb__ptb.train.txt": b"a b"})
+    folder = corpora._resolve_source_dir("gs://runs/corpora")
+    assert (folder / "ptb" / "ptb.train.txt").read_bytes() == b"a b"
+    text = tmp_path / "text.txt"
+    text.write_text("one two three\n" * 100)
+    options = dict(data_dir="gs://runs/prepared", path=str(text))
+    first = corpora.load_corpus("text", **options)
+    prepared = {name for name in store.objects["runs"] if name.startswith("prepared/")}
+    assert any(name.endswith("dataset_info.json") for name in prepared)
+    store.requests.clear()
+    second = corpora.load_corpus("text", **options)
+    assert first.vocabulary.to_json() == second.vocabulary.to_json()
+    assert {method for method, _ in store.requests} == {"GET"}  # Nothing is prepared again.
+
+
+# S3, if its stand-in is installed: pip install "moto[server]".
+
+
+@pytest.fixture
+def s3(monkeypatch, tmp_path):
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "id",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "MOGRIFIER_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(buckets, "_RETRIES", 1)
+    request = urllib.request.Request(f"http://{host}:{port}/runs", method="PUT")
+    urllib.request.urlopen(request).close()
+    yield
+    server.stop()
+
+
+def test_s3_has_files_a_lease_and_missing_buckets(s3, monkeypatch):
+    for name, value in dict(BEAT=0.1, PATIENCE=0.5).items():
+        monkeypatch.setattr(buckets, name, value)
+    address = "s3://runs/some/run"
+    with buckets.mounted(address, exclusive=True) as folder:
+        pathlib.Path(folder, "a").write_bytes(b"a")
+        pathlib.Path(folder, "empty").touch()
+        with pytest.raises(errors.UsageError, match="another run is writing"):
+            with buckets.mounted(address, exclusive=True):
+                raise AssertionError
+    with buckets.mounted(address, exclusive=True) as folder:
+        assert pathlib.Path(folder, "a").read_bytes() == b"a"
+        pathlib.Path(folder, "a").unlink()
+    assert buckets._open(address).list().result() == [b"empty"]
+    with pytest.raises(errors.UsageError, match=r"s3://missing/run cannot be written \(NOT_FOUND"):
+        with buckets.mounted("s3://missing/run", exclusive=True):
+            raise AssertionError
