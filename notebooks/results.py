@@ -69,10 +69,8 @@ sweep_figures.draw_learning_curves(measured["ptb_small_models"], f"{title}: vali
 # trained under the same conditions. A positive number means that the Mogrifier is better. A
 # difference counts as decided if it exceeds two standard errors.
 
+
 # %%
-EARLIER = ("characters", "embeddings", "episodes", "factorisation", "optimisers")
-
-
 def find_gaps(stem):
     """(condition, difference, standard error) for each condition under which both were trained."""
     title, rows = find_set(stem)[1], measured[stem]
@@ -101,9 +99,8 @@ def make_gap_table(stems):
     return Markdown(documents.make_table(head, lines))
 
 
-recent = [stem for stem in measured if not stem.endswith(EARLIER)]
 print(f"The paper's ablation: {paper['ablation']['lstm'] - paper['ablation']['mogrifier']:+.4f}")
-make_gap_table(recent)
+make_gap_table(measured)
 
 # %% [markdown]
 # - **Words of Penn Treebank: holds.** The difference is clear after ten passes over the text. After
@@ -115,13 +112,6 @@ make_gap_table(recent)
 #   one round is not. In the paper every round up to the fourth helps.
 # - **The ablation has the paper's order**, although after two passes only the Mogrifier itself is
 #   clearly ahead of the LSTM.
-#
-# Five other sets come from an earlier version of the ablation: 2M parameters, 0.6 of a pass over
-# the text, and no dropout. In such short runs the Mogrifier has no lead yet, so they cannot show
-# what takes it away:
-
-# %%
-make_gap_table(stem for stem in measured if stem.endswith(EARLIER))
 
 # %% [markdown]
 # ## All sets
@@ -129,16 +119,8 @@ make_gap_table(stem for stem in measured if stem.endswith(EARLIER))
 # Validation scores, beside the paper's where it has the same comparison.
 
 # %%
-for stem in recent:
-    if stem != "ptb_small_models":
-        show_set(stem)
-
-# %% [markdown]
-# And the five sets of short runs:
-
-# %%
 for stem in measured:
-    if stem.endswith(EARLIER):
+    if stem != "ptb_small_models":
         show_set(stem)
 
 # %% [markdown]
