@@ -109,6 +109,8 @@ def described_fields(cls):
     for line in inspect.getsource(cls).splitlines():
         comment = line.partition("#")[2].strip()
         if field := re.match(r"    (\w+): ", line):
+            shape = getattr(cls.__annotations__.get(field[1]), "dim_str", None)
+            above += [] if shape is None else [f"[{', '.join(shape.split())}]"]
             yield field[1], " ".join([*above, comment]).strip() or field[1]
             above = []
         elif line.strip().startswith("#"):

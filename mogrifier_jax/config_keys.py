@@ -1,19 +1,14 @@
 """Every key of a config, with its type, default, limits and meaning.
 
 `configs.py` makes configs of these keys, checks them and compares them. The keys of the section
-`model` are derived from the fields of cells and models: `nn/model_options.py` and `nn/layers.py`
-have their limits.
+`model` are the options of models and cells, which `nn/model_options.py` and `nn/layers.py` declare.
 """
 
 import dataclasses
 import functools
 import inspect
-import math
-import typing
-from collections.abc import Sequence
 from typing import Any
 
-from mogrifier_jax import options
 from mogrifier_jax.options import COUNT, SEED, Option
 
 # Turns: negative or absent is never.
@@ -207,26 +202,15 @@ def _model_keys() -> dict[str, Option]:
         name: option._replace(default=defaults.get(name))
         for name, option in model_options.OPTIONS.items()
     }
-    kinds, cell_defaults = dict[str, type](), dict[str, set[Any]]()
+    cell_defaults: dict[str, set[Any]] = {name: set() for name in layers.OPTIONS}
     for make in layers.CELLS.values():
         fixed = getattr(make, "keywords", {})
         cell: Any = getattr(make, "func", make)  # Some are partials of a class.
         for field in dataclasses.fields(cell):
-            hints: Sequence[Any] = typing.get_args(field.type) or [field.type]
-            types = [t for t in hints if isinstance(t, type) and t in options.KINDS]
-            # `name` is Flax's own, and `features` is set from hidden_size.
-            if types and field.name not in declared and field.name not in ("name", "features"):
-                kinds[field.name] = types[0]
-                default = fixed.get(field.name, field.default)
-                cell_defaults.setdefault(field.name, set()).add(default)
-    for name, kind in kinds.items():
-        values = cell_defaults[name]
-        low, high = layers.LIMITS.get(name, (-math.inf, math.inf))
-        declared[name] = Option(
-            kind,
-            next(iter(values)) if len(values) == 1 else None,
-            low,
-            high,
-            meaning=model_options.CELL_MEANINGS.get(name, ""),
-        )
+            if field.name in cell_defaults:
+                cell_defaults[field.name].add(fixed.get(field.name, field.default))
+    del cell_defaults["features"]  # It is set from hidden_size.
+    for name, values in cell_defaults.items():
+        default = next(iter(values)) if len(values) == 1 else None
+        declared[name] = layers.OPTIONS[name]._replace(default=default)
     return declared

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Array, ArrayLike, Float, Integer, PyTree, Real, Shaped
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, from_flax, layers, meshes, rnn, step_by_step
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-def _check_features(name: str, size: Any) -> None:
+def _check_features(name: str, size: object) -> None:
     whole = isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
     errors.check(
         whole, f"{name} {errors.show(size)} must be a whole number, at least 1 and below 2**31"
@@ -51,7 +52,7 @@ _ARGUMENTS = """Args:
     `{"gates/input": {"out_sharding": (None, None, "model")}}`."""
 
 
-def _signature(fields: list[Any]) -> inspect.Signature:
+def _signature(fields: list[dataclasses.Field]) -> inspect.Signature:
     """The signature of a module with these fields as options, in the order of Flax's cells."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     sizes = ("in_features", "hidden_features")
@@ -123,11 +124,11 @@ class _Wrapper(nnx.Module):
             }
             setattr(self, group, nnx.Dict(held))
 
-    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+    def init_linen(self, key: Array, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Sets `spec` to a linen module with these options, and returns its variables."""
         raise NotImplementedError
 
-    def params(self) -> dict[str, dict[str, jax.Array]]:
+    def params(self) -> dict[str, dict[str, Array]]:
         """The parameters as a dict, in the form that linen takes."""
         return {
             group: {name: leaf[...] for name, leaf in getattr(self, group).items()}
@@ -138,18 +139,23 @@ class _Wrapper(nnx.Module):
 class WrappedCell(_Wrapper, nnx.RNNCellBase):
     """The base class of all cells. `options` are the fields of the linen cell of the same name."""
 
-    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+    def init_linen(self, key: Array, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Makes the linen cell and its weights."""
         self.spec = self.linen(self.hidden_features, **options, parent=None)
         return self.spec.init(key, self.in_features, method="weights")
 
-    def __call__(self, carry: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
-        """Makes one step: inputs are [..., in_features], the output h is [..., hidden_features]."""
+    def __call__(
+        self, carry: layers.CarryLike, inputs: Real[Array, "*B D"]
+    ) -> tuple[layers.CarryLike, Float[Array, "*B H"]]:
+        """One step, from the carry and the inputs x to the new carry and h."""
         return self.spec.apply({"params": self.params()}, carry, inputs)
 
     def initialize_carry(
-        self, input_shape: tuple[int, ...], rngs: Any = None, carry_init: Any = None
-    ) -> Any:
+        self,
+        input_shape: tuple[int, ...],
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        carry_init: layers.Initializer | None = None,
+    ) -> layers.CarryLike:
         """The carry that a sequence starts from: `LSTMCarry(c, h)`, or h of a GRU or Elman cell.
 
         Args:
@@ -166,19 +172,19 @@ class WrappedCell(_Wrapper, nnx.RNNCellBase):
         return 1
 
 
-def _carry_key(cell: layers.Cell, rngs: nnx.Rngs | nnx.RngStream | None) -> jax.Array | None:
+def _carry_key(cell: layers.Cell, rngs: nnx.Rngs | nnx.RngStream | None) -> Array | None:
     """A key for the `carry_init` of a linen cell; None if it draws nothing."""
     if cell.carry_init is jax.nn.initializers.zeros:
         return None
-    stream: Any = _stream(rngs, "carry") if isinstance(rngs, nnx.Rngs) else rngs
-    errors.check(
-        stream is not None,
-        "carry_init needs random numbers: give rngs=nnx.Rngs(carry=0), or a stream of it",
-    )
+    stream = _stream(rngs, "carry") if isinstance(rngs, nnx.Rngs) else rngs
+    if stream is None:
+        raise errors.UsageError(
+            "carry_init needs random numbers: give rngs=nnx.Rngs(carry=0), or a stream of it"
+        )
     return stream()
 
 
-def _stream(rngs: nnx.Rngs, name: str) -> Any:
+def _stream(rngs: nnx.Rngs, name: str) -> nnx.RngStream | None:
     """The stream of this name, or the default one; None if there is neither."""
     return getattr(rngs, name) if name in rngs or "default" in rngs else None
 
@@ -238,7 +244,7 @@ class ElmanCell(WrappedCell):
 
 
 class Mogrifier(_Wrapper):
-    """The gating alone, for any two vectors: (x [..., D], h [..., H]) to the same shapes.
+    """The gating alone, for any two vectors x and h: from (x, h) to (x, h).
 
     >>> x, h = Mogrifier(4, 8, rounds=4, rngs=nnx.Rngs(0))(jax.numpy.ones(4), jax.numpy.ones(8))
     >>> x.shape, h.shape
@@ -247,13 +253,15 @@ class Mogrifier(_Wrapper):
 
     linen = layers.Mogrifier
 
-    def init_linen(self, key: jax.Array, options: Mapping[str, Any]) -> Any:
+    def init_linen(self, key: Array, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Makes the linen module and the weights of all rounds."""
         self.spec = self.linen(**options, parent=None)
         sizes = (self.in_features, self.hidden_features)
         return self.spec.init(key, *(jax.numpy.zeros(size, self.spec.dtype) for size in sizes))
 
-    def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: Real[Array, "*B D"], h: Real[Array, "*B H"]
+    ) -> tuple[Float[Array, "*B D"], Float[Array, "*B H"]]:
         """Returns x and h; the gates of each read the other."""
         return self.spec.apply({"params": self.params()}, x, h)
 
@@ -293,9 +301,9 @@ class RNN(nnx.Module):
         reverse: bool = False,
         keep_order: bool = False,
         unroll: int = 1,
-        state_axes: Any = None,
-        broadcast_rngs: Any = None,
-        rngs: Any = True,
+        state_axes: Mapping[Any, int | type[nnx.Carry] | None] | None = None,
+        broadcast_rngs: nnx.filterlib.Filter = None,
+        rngs: nnx.Rngs | nnx.RngStream | bool = True,
         fast: bool = True,
         remat_window: int | None = None,
         state_dropout: float = 0.0,
@@ -335,17 +343,17 @@ class RNN(nnx.Module):
 
     def __call__(
         self,
-        inputs: jax.Array,
+        inputs: Real[Array, "..."],
         *,
-        initial_carry: Any = None,
-        seq_lengths: jax.Array | None = None,
+        initial_carry: PyTree[Array] = None,
+        seq_lengths: Integer[ArrayLike, "*B"] | None = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-        rngs: Any = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
         deterministic: bool | None = None,
-        resets: jax.Array | None = None,
+        resets: Shaped[ArrayLike, "..."] | None = None,
     ) -> Any:
         """Runs the cell over sequences, with the arguments of `nnx.RNN` and two more.
 
@@ -396,7 +404,12 @@ class RNN(nnx.Module):
         return module.apply(variables, inputs, resets=resets, rngs=keys, **given)
 
     def run_step_by_step(
-        self, inputs: jax.Array, resets: jax.Array, rngs: Any, initial_carry: Any, **given: Any
+        self,
+        inputs: Real[Array, "..."],
+        resets: Any,
+        rngs: nnx.Rngs | nnx.RngStream | None,
+        initial_carry: PyTree[Array],
+        **given: Any,
     ) -> Any:
         """Runs any cell as `nnx.RNN` does, with the same keywords, and resets."""
         names = ("return_carry", "time_major", "reverse", "keep_order")
@@ -441,7 +454,7 @@ class RNN(nnx.Module):
             return None
 
 
-def from_linen(cell: layers.Cell, in_features: int, params: Mapping[str, Any]) -> WrappedCell:
+def from_linen(cell: layers.Cell, in_features: int, params: cells.Params) -> WrappedCell:
     """Makes the NNX cell of a linen cell and its parameters."""
     make: Any = {wrapper.linen: wrapper for wrapper in WrappedCell.__subclasses__()}[type(cell)]
     fields = {field.name for field in dataclasses.fields(cell)} - set(_NOT_OPTIONS)

@@ -7,6 +7,7 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -235,6 +236,24 @@ def test_gates_are_those_of_every_token(model):
     assert first["f"].shape == (len(SOME), 6) and len(first["rounds"]) == 3
     assert abs(first["f"][0] - first["f"][1]).max() > 1e-3
     assert (0 < first["rounds"][0]).all() and (first["rounds"][0] < 2).all()
+
+
+def fits_annotations(result):
+    """Whether all fields of a named tuple have the shapes and dtypes of their annotations."""
+    hints = {n: hint for n, hint in type(result).__annotations__.items() if hasattr(hint, "dims")}
+    assert hints
+    # A letter has one value within the context, and must be read before a sum that it is part of.
+    names = sorted(hints, key=lambda name: "+" in hints[name].dim_str)
+    with jaxtyping.jaxtyped("context"):
+        return all(isinstance(getattr(result, name), hints[name]) for name in names)
+
+
+@pytest.mark.slow
+def test_results_have_the_shapes_of_their_annotations(model):
+    predictions = model.predict(SOME, top=3)
+    assert fits_annotations(model.score(SOME)) and fits_annotations(predictions)
+    assert not fits_annotations(predictions._replace(ids=predictions.ids[:, :2]))
+    assert not fits_annotations(predictions._replace(ranks=predictions.ranks.astype(np.int64)))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A trained language model in Python: `mogrifier_jax.load(workdir)`.
 
-Axes: N tokens of a text, B samples, V vocabulary, D input features of a layer, H hidden features.
+Axes: N tokens of a text, K likeliest tokens, B samples, T steps of a window, V vocabulary,
+D input features of a layer, H hidden features.
 
 The model scores texts, generates text (`text_sampling.py`), and shows its predictions and gates. It
 reads a text in windows of a fixed size, with the state carried from window to window, so that each
@@ -10,23 +11,25 @@ method compiles once for texts of any length.
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 from ml_collections import config_dict
 
 from mogrifier_jax import config_keys, errors, options
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import loaded_run, loading, model_files, text_sampling
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import cells, models, stack
 from mogrifier_jax.options import Option
 from mogrifier_jax.training import checkpoints, evaluate, units
 
 if TYPE_CHECKING:
     from mogrifier_jax.analysis import explore
 
+Outputs = TypeVar("Outputs")
 WINDOW = 64  # Tokens that one dispatch reads.
 LIMITS = {
     "logit_scale": config_keys.keys()["evaluation.softmax_temperature"],
@@ -38,7 +41,7 @@ class Score(NamedTuple):
     """How well a text was predicted, token by token."""
 
     tokens: list[str]  # As in the vocabulary, where "▼" is the end of a line.
-    nats: np.ndarray  # [N] float32: -log p of each token.
+    nats: Float32[np.ndarray, "N"]  # -log p of each token.
     unknown: list[str]  # Tokens that are not in the vocabulary; they are scored as "<UNK>".
 
     @property
@@ -63,16 +66,16 @@ class GateValues(NamedTuple):
     tokens: list[str]  # As in Score.
     # For each layer: [N, H] by name, such as f, i, o, j, c of an LSTM; "rounds" is a list
     # of the Mogrifier's gates 2σ(.), [N, D] in odd rounds (which scale x), [N, H] in even ones.
-    layers: list[dict[str, Any]]
+    layers: list[cells.Gates]
 
 
 class Predictions(NamedTuple):
     """The likeliest next tokens before a text and after each of its tokens."""
 
-    ids: np.ndarray  # [N + 1, K] int32: the likeliest tokens, the likeliest first.
-    probabilities: np.ndarray  # [N + 1, K] float32.
-    entropy_nats: np.ndarray  # [N + 1] float32: of the whole distribution.
-    ranks: np.ndarray  # [N] int32: the rank of each token of the text; 1 is the likeliest.
+    ids: Int32[np.ndarray, "N+1 K"]  # The likeliest tokens, the likeliest first.
+    probabilities: Float32[np.ndarray, "N+1 K"]  # Those of these tokens.
+    entropy_nats: Float32[np.ndarray, "N+1"]  # Of the whole distribution.
+    ranks: Int32[np.ndarray, "N"]  # The rank of each token of the text; 1 is the likeliest.
 
 
 class TrainedModel:
@@ -101,7 +104,7 @@ class TrainedModel:
         self.config: config_dict.ConfigDict = loaded.config
         self.vocabulary: vocabularies.Vocabulary = loaded.vocabulary
         self.model: models.LanguageModel = model
-        self.params: Any = loaded.params
+        self.params: cells.Params = loaded.params
         # Multiplies the logits of scores; lamb calls it the softmax temperature.
         self.logit_scale: float = loaded.temperature or 1.0
         self.info: dict[str, Any] = loaded.info
@@ -113,7 +116,7 @@ class TrainedModel:
             functools.partial(text_sampling.draw_chunk, model), static_argnames="sampling"
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the loaded run; compiled programs are made again when it is unpickled."""
         params = jax.tree.map(np.asarray, self.params)
         return _from_host, (self._loaded._replace(params=params),)
@@ -147,7 +150,9 @@ class TrainedModel:
         ids = self._encode(text)
         inputs = np.append(self.vocabulary.eos_id, ids[:-1])
 
-        def score_window(carry: Any, first: int) -> tuple[Any, jax.Array]:
+        def score_window(
+            carry: stack.Carries, first: int
+        ) -> tuple[stack.Carries, Float[Array, "1 T"]]:
             window, targets = _cut(inputs, first), _cut(ids, first)
             lengths = np.array([min(WINDOW, len(ids) - first)], np.int32)
             variables = {"params": self.params}
@@ -178,8 +183,8 @@ class TrainedModel:
 
     def draw(
         self, sampling: text_sampling.Sampling, prompt: str | None = None
-    ) -> Iterator[np.ndarray]:
-        """Yields the ids that each dispatch draws, [B, at most CHUNK], `length` in all.
+    ) -> Iterator[Int32[np.ndarray, "B _"]]:
+        """Yields the ids that each dispatch draws, at most CHUNK, `length` in all, for B samples.
 
         It compiles once for each number of samples, for prompts and samples of any length.
 
@@ -190,7 +195,9 @@ class TrainedModel:
         prompt_ids = text_sampling.encode_prompt(self.vocabulary, prompt)
         return self._draw(np.append(self.vocabulary.eos_id, prompt_ids), sampling)
 
-    def _draw(self, ids: np.ndarray, sampling: text_sampling.Sampling) -> Iterator[np.ndarray]:
+    def _draw(
+        self, ids: Int32[np.ndarray, "N"], sampling: text_sampling.Sampling
+    ) -> Iterator[Int32[np.ndarray, "B _"]]:
         """The generator behind `draw`, which checks its arguments before anything is read."""
         total, num_samples = len(ids) + sampling.length, sampling.num_samples
         forced = np.full(total + text_sampling.CHUNK, -1, np.int32)
@@ -228,7 +235,7 @@ class TrainedModel:
         ids = self._encode(text)
         inputs = np.append(self.vocabulary.eos_id, ids)
 
-        def read_gates(carry: Any, first: int) -> tuple[Any, Any]:
+        def read_gates(carry: stack.Carries, first: int) -> tuple[stack.Carries, list[cells.Gates]]:
             return self._gates({"params": self.params}, _cut(inputs, first), carry)
 
         windows = list(self._read_windows(read_gates, len(inputs)))
@@ -243,7 +250,9 @@ class TrainedModel:
         inputs, targets = np.append(self.vocabulary.eos_id, ids), np.append(ids, 0)
         count = min(top, len(self.vocabulary))
 
-        def predict_window(carry: Any, first: int) -> tuple[Any, Any]:
+        def predict_window(
+            carry: stack.Carries, first: int
+        ) -> tuple[stack.Carries, tuple[Array, ...]]:
             window, expected = _cut(inputs, first), _cut(targets, first)[0]
             return self._predict(self.params, window, expected, carry, self.logit_scale, top=count)
 
@@ -269,15 +278,15 @@ class TrainedModel:
         return explore.make_page([self, *others], text, length=length)
 
     def _read_windows(
-        self, read: Callable[[Any, int], tuple[Any, Any]], length: int
-    ) -> Iterator[Any]:
+        self, read: Callable[[stack.Carries, int], tuple[stack.Carries, Outputs]], length: int
+    ) -> Iterator[Outputs]:
         """Calls read(carry, first) -> (carry, outputs) window by window; yields the outputs."""
         carry = self._initial_carry(1)
         for first in range(0, length, WINDOW):
             carry, outputs = read(carry, first)
             yield jax.device_get(outputs)
 
-    def _initial_carry(self, batch_size: int) -> Any:
+    def _initial_carry(self, batch_size: int) -> stack.Carries:
         """The state before the first token of a text."""
         variables = {"params": self.params}
         return self._place(self.model.apply(variables, batch_size, method="initial_carry"))
@@ -286,13 +295,13 @@ class TrainedModel:
         """Puts arrays on the device of the parameters, so that jit compiles only once."""
         return jax.device_put(tree, jax.tree.leaves(self.params)[0].sharding)
 
-    def _encode(self, text: str | bytes) -> np.ndarray:
+    def _encode(self, text: str | bytes) -> Int32[np.ndarray, "N"]:
         ids = self.vocabulary.encode(text)
         if not len(ids):
             raise errors.UsageError(f"the text {text!r} has no tokens; give some text")
         return ids.astype(np.int32)
 
-    def _spell(self, ids: np.ndarray) -> list[str]:
+    def _spell(self, ids: Int32[np.ndarray, "N"]) -> list[str]:
         return [self.vocabulary.tokens[i] for i in ids]
 
 
@@ -325,15 +334,15 @@ def _from_host(loaded: loaded_run.LoadedRun) -> TrainedModel:
 
 def _predict(
     model: models.LanguageModel,
-    params: Any,
-    window: jax.Array,
-    expected: jax.Array,
-    carry: Any,
+    params: cells.Params,
+    window: Int32[Array, "1 T"],
+    expected: Int32[Array, "T"],
+    carry: stack.Carries,
     logit_scale: float,
     *,
     top: int,
-) -> tuple[Any, tuple[jax.Array, ...]]:
-    """The carry, and the fields of `Predictions` after each token of a window [1, T]."""
+) -> tuple[stack.Carries, tuple[Array, ...]]:
+    """The carry, and the fields of `Predictions` after each token of a window."""
     logits: Any  # Flax annotates the second result of `apply` as variables.
     carry, logits = model.apply({"params": params}, window, carry, logit_scale, method="logits")
     log_p = jax.nn.log_softmax(logits[0].astype(np.float32))  # [T, V]
@@ -343,7 +352,7 @@ def _predict(
     return carry, (ids, jnp.exp(best), -(jnp.exp(log_p) * log_p).sum(-1), ranks)
 
 
-def _cut(ids: np.ndarray, first: int) -> np.ndarray:
-    """The window [1, WINDOW] of ids from `first` on, padded with zeros at the end."""
+def _cut(ids: Int32[np.ndarray, "N"], first: int) -> Int32[np.ndarray, "1 T"]:
+    """The window of WINDOW ids from `first` on, padded with zeros at the end."""
     window = ids[first : first + WINDOW]
     return np.pad(window, (0, WINDOW - len(window)))[None].astype(np.int32)

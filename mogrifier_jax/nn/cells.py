@@ -1,8 +1,8 @@
 """Recurrent cells: pure functions of (params, carry, x).
 
-Axes: ... any leading axes (usually B, the batch), D input features, H hidden features, G gates,
-K rank. A function here computes one step. `layers.py` declares the parameters, and `recurrence.py`
-scans over time.
+Axes: *B any leading axes (usually one, the batch), D input features, H hidden features, G gates,
+K rank, I and *O inputs and outputs of a matrix. A function here computes one step. `layers.py`
+declares the parameters, and `recurrence.py` scans over time.
 
 Every cell is a function `cell(params, carry, x, keep=None, scale=None) -> (carry, gates)`, whose
 output is the new `carry.h`. `gates` holds the values of all gates, for analysis; XLA removes them
@@ -19,30 +19,39 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
+# A nested dict of arrays, or of taps in their place, with a list for the rounds.
 Params = Mapping[str, Any]
 Gates = dict[str, Any]
 # An elementwise function.
-Function = Callable[[jax.Array], jax.Array]
+Function = Callable[[Array], Array]
+# What stands in the place of a matrix: from x and a bias to their affine map.
+Tap = Callable[[Array, Array | None], Array]
+# [*B, D], or [*B, G, H] if the projection of x has been taken out of the step.
+Input = Float[Array, "..."]
+# 1 / (1 - rate)
+Scale = Float[Array, ""]
 
 
 class LSTMCarry(NamedTuple):
     """The carry of all LSTMs, the tuple (c, h)."""
 
-    c: jax.Array  # [..., H] at least float32: it accumulates over the whole sequence.
-    h: jax.Array  # [..., H] compute dtype.
+    c: Float[Array, "*B H"]  # At least float32: it accumulates over the whole sequence.
+    h: Float[Array, "*B H"]  # In the compute dtype.
 
 
 class Carry(NamedTuple):
     """The state of the GRU and the Elman network; `layers.py` shows users h alone."""
 
-    h: jax.Array  # [..., H] compute dtype.
+    h: Float[Array, "*B H"]  # In the compute dtype.
 
 
 State = LSTMCarry | Carry
 
 
-def cast_state(state: State, dtype: Any) -> State:
+def cast_state(state: State, dtype: DTypeLike) -> State:
     """The state in the dtype of a computation; c is at least float32."""
     return type(state)(
         *(
@@ -52,15 +61,19 @@ def cast_state(state: State, dtype: Any) -> State:
     )
 
 
-def project(x: jax.Array, kernel: Any, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., I] times kernel [I, ...], plus bias; the result is at least float32."""
+def project(
+    x: Float[Array, "*B I"],
+    kernel: Float[Array, "I *O"] | Tap,
+    bias: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """x times kernel, plus bias, [*B, *O]; the result is at least float32."""
     if callable(kernel):  # A tap of `recurrence.py`.
         return kernel(x, bias)
     y = widen(jnp.tensordot(x, kernel, axes=1))
     return y if bias is None else y + stretch(bias, y)
 
 
-def affine(params: Params, x: jax.Array) -> jax.Array:
+def affine(params: Params, x: Float[Array, "*B I"]) -> Float[Array, "..."]:
     """x W + b, where W may be a product of two thin factors and b may be absent."""
     bias = params.get("bias")
     if "kernel" in params:
@@ -71,22 +84,24 @@ def affine(params: Params, x: jax.Array) -> jax.Array:
     return project(low, params["up"], bias)
 
 
-def widen(x: jax.Array) -> jax.Array:
+def widen(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Casts x to at least float32, the type of all elementwise operations."""
     return x.astype(wide(x.dtype))
 
 
-def wide(dtype: Any) -> np.dtype:
+def wide(dtype: DTypeLike) -> np.dtype:
     """The wider one of this dtype and float32."""
     return np.promote_types(dtype, np.float32)  # jnp.promote_types fails under strict promotion.
 
 
-def stretch(vector: jax.Array, like: jax.Array) -> jax.Array:
+def stretch(vector: Float[Array, "..."], like: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Broadcasts a parameter to the shape and dtype of the array that it is combined with."""
     return jnp.broadcast_to(vector.astype(like.dtype), like.shape)
 
 
-def layer_norm(x: jax.Array, gain: jax.Array, axes: int | tuple[int, ...] = -1) -> jax.Array:
+def layer_norm(
+    x: Float[Array, "*S"], gain: Float[Array, "..."], axes: int | tuple[int, ...] = -1
+) -> Float[Array, "*S"]:
     """Normalises jointly over `axes`, with a trained gain and no shift."""
     mean = x.mean(axes, keepdims=True)
     variance = jnp.square(x - mean).mean(axes, keepdims=True)
@@ -94,8 +109,8 @@ def layer_norm(x: jax.Array, gain: jax.Array, axes: int | tuple[int, ...] = -1) 
 
 
 def mogrify(
-    rounds: Sequence[Params], x: jax.Array, h: jax.Array, zigzag: bool = True
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    rounds: Sequence[Params], x: Float[Array, "*B D"], h: Float[Array, "*B H"], zigzag: bool = True
+) -> tuple[Float[Array, "*B D"], Float[Array, "*B H"], list[Float[Array, "*B _"]]]:
     """Lets x and h gate each other in turn, x first (arXiv:1909.01792, eqs. 1-2).
 
     Without `zigzag` every gate reads the original x and h. Returns x, h and the gates 2σ(.).
@@ -115,11 +130,11 @@ def mogrify(
 def lstm(
     params: Params,
     carry: LSTMCarry,
-    x: jax.Array,
-    keep: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    zone_c: jax.Array | None = None,
-    zone_h: jax.Array | None = None,
+    x: Input,
+    keep: Bool[Array, "*B H"] | None = None,
+    scale: Scale | None = None,
+    zone_c: Bool[Array, "*B H"] | None = None,
+    zone_h: Bool[Array, "*B H"] | None = None,
     *,
     zigzag: bool = True,
     cap_input_gate: bool = True,
@@ -162,7 +177,12 @@ def lstm(
     return LSTMCarry(c, h.astype(carry.h.dtype)), gates
 
 
-def zone(rate: float, mask: jax.Array | None, old: jax.Array, new: jax.Array) -> jax.Array:
+def zone(
+    rate: float,
+    mask: Bool[Array, "*B H"] | None,
+    old: Float[Array, "*B H"],
+    new: Float[Array, "*B H"],
+) -> Float[Array, "*B H"]:
     """Zoneout (arXiv:1606.01305): the old value where the mask is set; without a mask, the mean."""
     return rate * old + (1 - rate) * new if mask is None else jnp.where(mask, old, new)
 
@@ -170,9 +190,9 @@ def zone(rate: float, mask: jax.Array | None, old: jax.Array, new: jax.Array) ->
 def rewired_lstm(
     params: Params,
     carry: LSTMCarry,
-    x: jax.Array,
-    keep: jax.Array | None = None,
-    scale: jax.Array | None = None,
+    x: Input,
+    keep: Bool[Array, "*B H"] | None = None,
+    scale: Scale | None = None,
     *,
     zigzag: bool = True,
     gate_fn: Function = jax.nn.sigmoid,
@@ -200,9 +220,9 @@ def rewired_lstm(
 def gru(
     params: Params,
     carry: Carry,
-    x: jax.Array,
-    keep: jax.Array | None = None,
-    scale: jax.Array | None = None,
+    x: Input,
+    keep: Bool[Array, "*B H"] | None = None,
+    scale: Scale | None = None,
     *,
     zigzag: bool = True,
     gate_fn: Function = jax.nn.sigmoid,
@@ -227,9 +247,9 @@ def gru(
 def elman(
     params: Params,
     carry: Carry,
-    x: jax.Array,
-    keep: jax.Array | None = None,
-    scale: jax.Array | None = None,
+    x: Input,
+    keep: Bool[Array, "*B H"] | None = None,
+    scale: Scale | None = None,
     *,
     zigzag: bool = True,
     activation_fn: Function = jnp.tanh,
@@ -242,12 +262,12 @@ def elman(
 
 def modulate(
     params: Params,
-    x: jax.Array,
-    h: jax.Array,
-    keep: jax.Array | None,
-    scale: jax.Array | None,
+    x: Input,
+    h: Float[Array, "*B H"],
+    keep: Bool[Array, "*B H"] | None,
+    scale: Scale | None,
     zigzag: bool,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+) -> tuple[Input, Float[Array, "*B H"], list[Float[Array, "*B _"]]]:
     """The x and h that the gates read: after state dropout, constant scaling and the Mogrifier."""
     h = drop(h, keep, scale)
     if "scaling" in params:
@@ -258,14 +278,18 @@ def modulate(
     return mogrify(params["rounds"], x, h, zigzag)
 
 
-def drop(state: jax.Array, keep: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+def drop(
+    state: Float[Array, "*B H"], keep: Bool[Array, "*B H"] | None, scale: Scale | None
+) -> Float[Array, "*B H"]:
     """The state as the gates read it, which is after dropout if there is a mask."""
     if keep is None or scale is None:
         return state
     return jnp.where(keep, state * scale.astype(state.dtype), jnp.zeros_like(state))
 
 
-def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+def multiply(
+    params: Params, x: Input, h: Float[Array, "*B H"]
+) -> tuple[Input, Float[Array, "*B H"]]:
     """The mLSTM's h_m = (W_mx x) ⊙ (W_mh h) (arXiv:1609.07959)."""
     maps = params["multiplicative"]
     if "input" in maps:
@@ -275,8 +299,8 @@ def multiply(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax
     return x, (mx * project(h, maps["recurrent"])).astype(h.dtype)
 
 
-def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
-    """Pre-activations [..., G, H] of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
+def gate_inputs(params: Params, x: Input, h: Float[Array, "*B H"]) -> Float[Array, "*B G H"]:
+    """Pre-activations of all gates: G is 4 for the LSTM, in lamb's order j o f i."""
     if "recurrent" not in params:
         return affine(params, jnp.concatenate([x, h], -1))
     if "input" not in params and "shift" not in params:  # x is projected already.
@@ -289,7 +313,9 @@ def gate_inputs(params: Params, x: jax.Array, h: jax.Array) -> jax.Array:
     return zx + zh
 
 
-def gate_projections(params: Params, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gate_projections(
+    params: Params, x: Input, h: Float[Array, "*B H"]
+) -> tuple[Float[Array, "*B G H"], Float[Array, "*B G H"]]:
     """What x and what h add to the pre-activations; x may be projected already."""
     zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
     return zx, project(h, params["recurrent"])

@@ -4,15 +4,17 @@ Rates may be traced, so that changing one does not recompile. A rate of None lea
 out of the program.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from mogrifier_jax import errors
 
 # A number, or a traced one.
-Rate = float | jax.Array
+Rate = float | Float[Array, ""]
 
 
 class Dropout(NamedTuple):
@@ -29,13 +31,13 @@ class Dropout(NamedTuple):
 NO_DROPOUT = Dropout()
 
 
-def drop(rate: Rate, x: jax.Array, key: jax.Array) -> jax.Array:
+def drop(rate: Rate, x: Float[Array, "*S"], key: Array) -> Float[Array, "*S"]:
     """Inverted dropout with a rate that may be traced."""
     keep = keep_mask(rate, x.shape, key)
     return jnp.where(keep, x * keep_scale(rate, x.dtype), jnp.zeros_like(x))
 
 
-def keep_mask(rate: Rate, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+def keep_mask(rate: Rate, shape: tuple[int, ...], key: Array) -> Bool[Array, "..."]:
     """True with probability 1 - rate."""
     errors.check(
         not isinstance(rate, int | float) or 0 <= rate < 1,
@@ -44,11 +46,11 @@ def keep_mask(rate: Rate, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     return jax.random.bernoulli(key, 1 - jnp.asarray(rate, jnp.float32), shape)
 
 
-def keep_scale(rate: Rate, dtype: Any) -> jax.Array:
+def keep_scale(rate: Rate, dtype: DTypeLike) -> Float[Array, ""]:
     """The factor 1 / (1 - rate) for the elements that are kept."""
     return (1 / (1 - jnp.asarray(rate, jnp.float32))).astype(dtype)
 
 
-def state_mask(rate: Rate, shape: tuple[int, ...], key: jax.Array) -> dict[str, jax.Array]:
+def state_mask(rate: Rate, shape: tuple[int, ...], key: Array) -> dict[str, Array]:
     """The mask and the scale of state dropout, as `RNN.window` takes them."""
     return {"keep": keep_mask(rate, shape, key), "scale": keep_scale(rate, jnp.float32)}

@@ -11,14 +11,19 @@ use the fast recurrence, so `convert` is only needed for the weights.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree, Real
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import layers
+from mogrifier_jax.nn import cells, layers
+
+# The state of a cell of Flax or of ours.
+Carry: TypeAlias = PyTree[Float[Array, "..."]]
 
 
 class Match(NamedTuple):
@@ -59,10 +64,10 @@ class Pair(NamedTuple):
     """A cell and its parameters."""
 
     cell: Any
-    params: dict[str, Any]
+    params: cells.Params
 
 
-def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
+def convert(cell: Any, params: cells.Params | None = None) -> Any:
     """Converts a cell of Flax to the cell of ours that computes the same.
 
     Args:
@@ -86,7 +91,7 @@ def convert(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     return nnx.from_linen(ours.cell, in_features, ours.params)
 
 
-def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
+def to_flax(cell: Any, params: cells.Params | None = None) -> Any:
     """Converts our cell to `OptimizedLSTMCell`, `GRUCell` or `SimpleCell` of linen or NNX.
 
     Args:
@@ -112,12 +117,12 @@ def to_flax(cell: Any, params: Mapping[str, Any] | None = None) -> Any:
     return Pair(make(cell.features, **options), flax_params)
 
 
-def functions(make: Any) -> list[str]:
+def functions(make: object) -> list[str]:
     """The names of the functions that can be set for a cell of Flax: a SimpleCell has no gates."""
     return [name for name in _FUNCTIONS if hasattr(make, name)]
 
 
-def with_params(cell: Any, params: Mapping[str, Any] | None = None) -> Pair:
+def with_params(cell: Any, params: cells.Params | None = None) -> Pair:
     """A cell of ours as a linen cell and its parameters, which an NNX cell has itself."""
     if isinstance(cell, layers.Cell):
         return Pair(cell, dict(params or {}))
@@ -193,7 +198,7 @@ def check_options(
         )
 
 
-def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell:
+def counterpart(cell: Any, kind: Match, inputs_dtype: DTypeLike | None = None) -> layers.Cell:
     """Our cell for a cell of linen, without weights.
 
     Args:
@@ -213,7 +218,7 @@ def counterpart(cell: Any, kind: Match, inputs_dtype: Any = None) -> layers.Cell
     )
 
 
-def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+def read_gates(kind: Match, cell: Any, params: cells.Params) -> dict[str, Array]:
     """The parameters of our gates from those of a linen cell; differentiable."""
     errors.check(
         isinstance(params, Mapping),
@@ -232,7 +237,9 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
             {} if not isinstance(leaves, Mapping) else {n: jnp.shape(a) for n, a in leaves.items()}
         )
         # None stands for the number of input features, which only the parameters show.
-        expected: dict[str, tuple[Any, ...]] = {"kernel": (size if name[0] == "h" else None, size)}
+        expected: dict[str, tuple[int | None, ...]] = {
+            "kernel": (size if name[0] == "h" else None, size)
+        }
         if name[0] == kind.biased:
             expected["bias"] = (size,)
         for leaf, shape in expected.items():
@@ -248,7 +255,7 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
                     "made"
                 )
 
-    def stack(side: str, leaf: str, axis: int) -> jax.Array:
+    def stack(side: str, leaf: str, axis: int) -> Array:
         return jnp.stack([params[side + gate][leaf] for gate in kind.gates], axis)
 
     gates = {
@@ -261,7 +268,9 @@ def read_gates(kind: Match, cell: Any, params: Mapping[str, Any]) -> dict[str, j
     return gates
 
 
-def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) -> Any:
+def run(
+    module: Any, plain: Callable[..., Any], inputs: Real[Array, "..."], given: dict[str, Any]
+) -> Any:
     """Runs an `RNN` over a cell of Flax: with our counterpart if there is one, else step by step.
 
     Args:
@@ -309,7 +318,7 @@ def run(module: Any, plain: Callable, inputs: jax.Array, given: dict[str, Any]) 
     return (write_carry(end, carry), ys) if wants_carry else ys
 
 
-def write_carry(carry: Any, like: Any) -> Any:
+def write_carry(carry: Carry, like: Carry) -> Carry:
     """Converts our carry to Flax's, with the structure and the dtypes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     parts = jax.tree.leaves(carry)
@@ -343,7 +352,7 @@ def as_linen(cell: Any) -> Pair:
     return Pair(linen, params)
 
 
-def _split(dense: Any, side: str, gates: tuple[str, ...]) -> dict[str, dict[str, jax.Array]]:
+def _split(dense: Any, side: str, gates: tuple[str, ...]) -> dict[str, dict[str, Array]]:
     """Splits a `Linear` of NNX into the matrix and the bias of each gate."""
     parts = {
         name: jnp.split(getattr(dense, name)[...], len(gates), -1)

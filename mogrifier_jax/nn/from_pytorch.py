@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from mogrifier_jax import errors
-from mogrifier_jax.nn import from_flax, layers
+from mogrifier_jax.nn import cells, from_flax, layers
 
 # PyTorch's blocks of gates are i, f, g, o; ours are j (its g), o, f, i.
 _OURS_FROM_PYTORCH = [2, 3, 1, 0]
@@ -80,10 +80,8 @@ def convert(
     named = isinstance(state_dict, Mapping) and all(isinstance(n, str) for n in state_dict)
     if not (named and isinstance(prefix, str)):
         raise errors.UsageError("give a mapping of names to tensors, and the prefix as a string")
-    if rounds is not None and not (type(rounds) is int and 0 <= rounds <= 100):
-        raise errors.UsageError(
-            f"rounds {errors.show(rounds)} must be a whole number from 0 to 100"
-        )
+    if reason := layers.OPTIONS["rounds"].refusal(rounds):
+        raise errors.UsageError(f"rounds {errors.show(rounds)} {reason}")
     tensors = {
         name.removeprefix(prefix): _to_numpy(name, value)
         for name, value in state_dict.items()
@@ -113,7 +111,7 @@ def convert(
 
 def to_pytorch(
     cell: Any,
-    params: Mapping[str, Any] | None = None,
+    params: cells.Params | None = None,
     *,
     recurrence: str = "lstm_cell",
     gating: str = "list",
@@ -165,7 +163,7 @@ def to_pytorch(
     return {prefix + name: np.array(a, order="C") for name, a in state_dict.items()}
 
 
-def _check_params(cell: layers.Cell, params: Mapping[str, Any]) -> None:
+def _check_params(cell: layers.Cell, params: cells.Params) -> None:
     """Refuses parameters that are not those of the cell."""
     wrong = (
         f"params are not those of this {type(cell).__name__}; give what its init made, "

@@ -1,49 +1,84 @@
 """Flax modules around the cells: parameters, initialisers and carries.
 
-Axes: D input features, H hidden features. The modules follow `nn.RNNCellBase`, so they work in
-`nn.RNN` and `nn.Bidirectional`, and their arguments have the names and the order of Flax's own
-cells. The `RNN` of `rnn.py` runs them over a sequence faster.
+Axes: *B any leading axes, D input features, H hidden features, G gates, *I axes of inputs.
+
+The modules follow `nn.RNNCellBase`, so they work in `nn.RNN` and `nn.Bidirectional`, and their
+arguments have the names and the order of Flax's own cells. The `RNN` of `rnn.py` runs them over a
+sequence faster.
 """
 
 import dataclasses
 import functools
 import inspect
 import math
-import numbers
 import textwrap
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import dtypes
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree, Real
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, model_options, taps
+from mogrifier_jax.options import Option
 
-Dtype = Any
 # (key, shape, dtype) -> array
-Initializer = Callable[[Any, tuple[int, ...], Dtype], jax.Array]
+Initializer = Callable[[Array, tuple[int, ...], DTypeLike], Array]
+# The options of a cell, by name; () is none.
+Options = Mapping[str, Any] | tuple[()]
+# What users see of a state: `LSTMCarry`, a tuple (c, h), or h alone of cells without c.
+CarryLike: TypeAlias = PyTree[Float[Array, "*B H"]]
 check = errors.check
-# The lowest and the highest value of a cell's fields. Fields with whole limits are whole numbers.
-LIMITS: dict[str, tuple[float, float]] = {
-    "features": (1, 10**6),
-    "rounds": (0, 100),
-    "rank": (-(10**6), 10**6),
-    "gate_rank": (0, 10**6),
-    "init_factor": (1e-9, 1e3),
-    "cell_clip": (1e-9, 1e6),
-    "forget_bias": (-1e3, 1e3),
-    "chrono_max": (2.0, 1e9),
-    "zoneout": (0.0, 1.0),
+# The fields of cells that are numbers and switches. All but `features` are keys of a config, too.
+OPTIONS: Mapping[str, Option] = {
+    "features": Option(
+        int,
+        low=1,
+        high=10**6,
+        meaning="the number of hidden units, H, which is also the size of the output",
+    ),
+    "rounds": Option(int, low=0, high=100, meaning="rounds of mutual gating of x and h"),
+    "rank": Option(
+        int,
+        low=-(10**6),
+        high=10**6,
+        meaning="rank of the gating maps; 0 or less is full rank",
+    ),
+    "zigzag": Option(bool, meaning="each round gates with the result of the one before"),
+    "gate_bias": Option(bool, meaning="gating maps have a bias, as in lamb"),
+    "scaling": Option(bool, meaning="multiply x and h by learned vectors"),
+    "init_factor": Option(
+        float, low=1e-9, high=1e3, meaning="factor on the variance of the initial weights"
+    ),
+    "cap_input_gate": Option(bool, meaning="use min(i, 1 - f) as input gate, as in lamb"),
+    "tied_gates": Option(bool, meaning="use 1 - f as input gate"),
+    "layer_norm": Option(bool, meaning="layer normalisation inside the cell"),
+    "cell_clip": Option(float, low=1e-9, high=1e6, meaning="clip c to [-cell_clip, cell_clip]"),
+    "forget_bias": Option(
+        float, low=-1e3, high=1e3, meaning="mean initial bias of the forget gate"
+    ),
+    "chrono_max": Option(
+        float,
+        low=2.0,
+        high=1e9,
+        meaning="chrono initialisation of that bias: the longest memory, in steps",
+    ),
+    "gate_rank": Option(
+        int, low=0, high=10**6, meaning="factorise the gate matrix with this rank; 0 is full rank"
+    ),
+    "zoneout": Option(
+        float, low=0.0, high=1.0, meaning="probability that an element of the state keeps its value"
+    ),
 }
 # The fields of a cell that are functions of its equations.
 FUNCTIONS = ("gate_fn", "activation_fn")
 # The arguments of all cells, for their docstrings here and in `nnx.py`.
 ARGUMENTS = {
-    "features": "the number of hidden units, H, which is also the size of the output.",
     "gate_fn": "the function of the gates; those of the rounds are always sigmoids.",
     "activation_fn": "the function of the candidate, and of c where the output reads it.",
     "kernel_init": "draws the matrix [D, H] of each gate that multiplies x; None is lamb's "
@@ -55,7 +90,7 @@ ARGUMENTS = {
     "dtype": "the dtype of the computation; None promotes the dtypes of inputs and parameters.",
     "param_dtype": "the dtype of the parameters.",
     "carry_init": "draws the parts of the initial carry; zeros by default.",
-    **{name: f"{meaning}." for name, meaning in model_options.CELL_MEANINGS.items()},
+    **{name: f"{option.meaning}." for name, option in OPTIONS.items()},
 }
 
 
@@ -94,28 +129,28 @@ def has_standard_step(cell: type, base: type) -> bool:
     return issubclass(cell, base) and cell.__call__ is base.__call__
 
 
-def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Callable:
+def truncated_normal(fan: int, factor: float = 1.0, mean: float = 0.0) -> Initializer:
     """lamb's initialiser of cells: deviation sqrt(1.3 factor / fan), cut at two deviations."""
     draw = nn.initializers.truncated_normal(math.sqrt(1.3 * factor / fan))
     return lambda key, shape, dtype: mean + draw(key, shape, dtype)
 
 
 def draw_each_gate(
-    init: Initializer, key: jax.Array, shape: tuple[int, ...], dtype: Dtype
-) -> jax.Array:
-    """Draws [..., G, H] by calling `init` for the [..., H] of each of G gates, as Flax does."""
+    init: Initializer, key: Array, shape: tuple[int, ...], dtype: DTypeLike
+) -> Float[Array, "*I G H"]:
+    """Draws the parameters of all gates by calling `init` for each of them, as Flax does."""
     *inputs, gates, hidden = shape
     keys = jax.random.split(key, gates)
     return jnp.stack([init(key, (*inputs, hidden), dtype) for key in keys], -2)
 
 
-def chrono(longest: float) -> Callable:
+def chrono(longest: float) -> Initializer:
     """Chrono initialisation (arXiv:1804.11188) of forget biases: ln u, u uniform in [1, T - 1).
 
     A gate with such a bias forgets in the course of u steps, so memories last up to T = `longest`.
     """
 
-    def draw(key, shape, dtype):
+    def draw(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, max(1.0, longest - 1.0)))
 
     return draw
@@ -125,13 +160,13 @@ class Cell(nn.RNNCellBase):
     """The base class of all cells: rounds of gating, parameters, carry."""
 
     features: int
-    gate_fn: Callable[..., Any] = jax.nn.sigmoid
-    activation_fn: Callable[..., Any] = jnp.tanh
+    gate_fn: cells.Function = jax.nn.sigmoid
+    activation_fn: cells.Function = jnp.tanh
     kernel_init: Initializer | None = None
     recurrent_kernel_init: Initializer | None = None
     bias_init: Initializer | None = None
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     carry_init: Initializer = nn.initializers.zeros
     rounds: int = 0
     rank: int = 0
@@ -164,12 +199,12 @@ class Cell(nn.RNNCellBase):
         return 1
 
     @nn.nowrap
-    def initialize_carry(self, rng: jax.Array | None, input_shape: tuple[int, ...]) -> Any:
+    def initialize_carry(self, rng: Array | None, input_shape: tuple[int, ...]) -> CarryLike:
         """The carry that a sequence starts from: `LSTMCarry(c, h)`, or h of a GRU or Elman cell.
 
         Args:
           rng: a key for `carry_init`; it may be None for the default, zeros.
-          input_shape: the shape of x, [..., D].
+          input_shape: the shape of x, (*B, D).
         """
         check(
             rng is not None or self.carry_init is nn.initializers.zeros,
@@ -185,12 +220,12 @@ class Cell(nn.RNNCellBase):
         return self.to_carry(cells.cast_state(self.state_type(*drawn), dtype))
 
     @nn.nowrap
-    def to_carry(self, state: cells.State) -> Any:
+    def to_carry(self, state: cells.State) -> CarryLike:
         """The state in the form that users see, which is that of Flax's cell of the same kind."""
         return state.h if isinstance(state, cells.Carry) else state
 
     @nn.nowrap
-    def to_state(self, carry: Any, dtype: Dtype) -> cells.State:
+    def to_state(self, carry: CarryLike, dtype: DTypeLike) -> cells.State:
         """The state of a carry that `check_carry` accepts, in the dtype of the computation."""
         return cells.cast_state(self.state_type(*map(jnp.asarray, jax.tree.leaves(carry))), dtype)
 
@@ -228,14 +263,16 @@ class Cell(nn.RNNCellBase):
         )
 
     @nn.nowrap
-    def computation_dtype(self, x: Any, weights: Any) -> np.dtype:
+    def computation_dtype(self, x: Real[Array, "..."], weights: cells.Params) -> np.dtype:
         """The dtype of the matmuls: `dtype`, or what x and the parameters promote to."""
         if self.dtype is not None:
             return jnp.dtype(self.dtype)
         return jnp.dtype(dtypes.canonicalize_dtype(x, *jax.tree.leaves(weights)))
 
-    def __call__(self, carry: Any, x: jax.Array, **extras: jax.Array) -> tuple[Any, jax.Array]:
-        """One step: (carry, x [..., D]) to (carry, h [..., H])."""
+    def __call__(
+        self, carry: CarryLike, x: Real[Array, "*B D"], **extras: Array
+    ) -> tuple[CarryLike, Float[Array, "*B H"]]:
+        """One step, from the carry and x to the new carry and h."""
         check(hasattr(x, "shape"), f"x {errors.show(x)} must be an array [..., features]")
         self.check_carry(carry, x.shape)
         weights = self.weights(x.shape[-1])
@@ -259,7 +296,7 @@ class Cell(nn.RNNCellBase):
         return params
 
     @property
-    def cell(self) -> Callable:
+    def cell(self) -> Callable[..., tuple[cells.State, cells.Gates]]:
         """The function of `cells.py` with the options of this cell."""
         raise NotImplementedError
 
@@ -273,7 +310,7 @@ class Cell(nn.RNNCellBase):
         """Masks that each step of training takes: how likely an element is True, by keyword."""
         return {}
 
-    def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+    def init_gates(self, key: Array, input_size: int) -> dict[str, Array]:
         """Draws each matrix by the size of its own input; biases are random, as in lamb."""
         of_input, of_recurrent, of_bias = jax.random.split(key, 3)
         hidden, gates, dtype = self.features, self.num_gates, self.param_dtype
@@ -292,7 +329,7 @@ class Cell(nn.RNNCellBase):
             return truncated_normal(fan, self.init_factor)
         return functools.partial(draw_each_gate, init)
 
-    def init_scaling(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+    def init_scaling(self, key: Array, input_size: int) -> dict[str, Array]:
         """Ones, which change nothing."""
         del key
         return {
@@ -300,7 +337,7 @@ class Cell(nn.RNNCellBase):
             "h": jnp.ones(self.features, self.param_dtype),
         }
 
-    def init_round(self, key: jax.Array, input_size: int, index: int) -> dict[str, jax.Array]:
+    def init_round(self, key: Array, input_size: int, index: int) -> dict[str, Array]:
         """Draws the map of one round: from h to x in odd rounds, from x to h in even ones."""
         sizes = (self.features, input_size) if index % 2 else (input_size, self.features)
         return init_map(key, *sizes, self.rank, self.gate_bias, self.init_factor, self.param_dtype)
@@ -362,7 +399,7 @@ class MogrifierLSTMCell(Cell):
         return 3 if self.tied_gates else 4
 
     @property
-    def cell(self) -> Callable:
+    def cell(self) -> Callable[..., tuple[cells.State, cells.Gates]]:
         """`cells.lstm` with the options of this cell."""
         switches = ("zigzag", "cap_input_gate", "tied_gates", "cell_clip", "zoneout")
         return functools.partial(cells.lstm, **self.pick(*switches, *FUNCTIONS))
@@ -380,7 +417,7 @@ class MogrifierLSTMCell(Cell):
             params["cell_norm"] = self.param("cell_norm", self.init_cell_norm)
         return params
 
-    def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+    def init_gates(self, key: Array, input_size: int) -> dict[str, Array]:
         """As the base class; also shifts the forget gate's bias, and knows the variants."""
         params = super().init_gates(key, input_size)
         bias = params.pop("bias")
@@ -399,7 +436,7 @@ class MogrifierLSTMCell(Cell):
             return {"down": factors["down"], "up": up, "bias": bias}
         return {**params, "bias": bias}
 
-    def init_cell_norm(self, key: jax.Array) -> dict[str, jax.Array]:
+    def init_cell_norm(self, key: Array) -> dict[str, Array]:
         """The gain and the shift of the normalised c."""
         del key
         ones = jnp.ones(self.features, self.param_dtype)
@@ -438,7 +475,7 @@ class MLSTMCell(MogrifierLSTMCell):
         params["multiplicative"] = self.param("multiplicative", self.init_product, input_size)
         return params
 
-    def init_product(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+    def init_product(self, key: Array, input_size: int) -> dict[str, Array]:
         """Draws the matrices of the two factors of h_m."""
         of_input, of_recurrent = jax.random.split(key)
         hidden, factor, dtype = self.features, self.init_factor, self.param_dtype
@@ -474,7 +511,7 @@ class RewiredLSTMCell(Cell):
         check_forget_bias(self)
 
     @property
-    def cell(self) -> Callable:
+    def cell(self) -> Callable[..., tuple[cells.State, cells.Gates]]:
         """`cells.rewired_lstm` with the options of this cell."""
         return functools.partial(cells.rewired_lstm, **self.pick("zigzag", *FUNCTIONS))
 
@@ -491,7 +528,7 @@ class RewiredLSTMCell(Cell):
         params["output"] = self.param("output", self.init_gate, 1, output)
         return params
 
-    def init_gate(self, key: jax.Array, states: int, draw_bias: Initializer) -> dict[str, Any]:
+    def init_gate(self, key: Array, states: int, draw_bias: Initializer) -> dict[str, Array]:
         """Draws a gate that reads so many states; the deviation is that for H inputs.
 
         The rows of the forget gate's matrix are those of i ⊙ j, then those of h.
@@ -522,11 +559,11 @@ class MogrifierGRUCell(Cell):
     num_gates = 3  # The blocks are r, u and n.
 
     @property
-    def cell(self) -> Callable:
+    def cell(self) -> Callable[..., tuple[cells.State, cells.Gates]]:
         """`cells.gru` with the options of this cell."""
         return functools.partial(cells.gru, **self.pick("zigzag", *FUNCTIONS))
 
-    def init_gates(self, key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+    def init_gates(self, key: Array, input_size: int) -> dict[str, Array]:
         """As the base class, and a bias that the reset gate multiplies."""
         draw = self.bias_init or nn.initializers.zeros
         candidate_bias = draw(jax.random.fold_in(key, 3), (self.features,), self.param_dtype)
@@ -568,7 +605,7 @@ class MogrifierElmanCell(Cell):
         )
 
     @property
-    def cell(self) -> Callable:
+    def cell(self) -> Callable[..., tuple[cells.State, cells.Gates]]:
         """`cells.elman` with the options of this cell."""
         return functools.partial(cells.elman, **self.pick("zigzag", "activation_fn"))
 
@@ -605,7 +642,7 @@ def find_cell(name: str) -> Callable[..., Cell]:
 
 
 class Mogrifier(nn.Module):
-    """The gating alone, for any two vectors: (x [..., D], h [..., H]) to the same shapes.
+    """The gating alone, for any two vectors x and h: from (x, h) to (x, h).
 
     >>> x, h = jnp.ones((2, 4)), jnp.ones((2, 8))
     >>> (x, h), variables = Mogrifier(rounds=4).init_with_output(jax.random.key(0), x, h)
@@ -617,11 +654,13 @@ class Mogrifier(nn.Module):
     rank: int = 0
     zigzag: bool = True
     gate_bias: bool = True
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: Real[Array, "*B D"], h: Real[Array, "*B H"]
+    ) -> tuple[Float[Array, "*B D"], Float[Array, "*B H"]]:
         """Returns x and h; the gates of each read the other."""
         check_fields(self)
         check(
@@ -635,20 +674,21 @@ class Mogrifier(nn.Module):
             size_in, size_out = sizes if i % 2 else sizes[::-1]
             options = (size_in, size_out, self.rank, self.gate_bias, 1.0, self.param_dtype)
             rounds.append(self.param(f"round_{i}", init_map, *options))
-        dtype = dtypes.canonicalize_dtype(x, h, *jax.tree.leaves(rounds), dtype=self.dtype)
+        leaves = jax.tree.leaves(rounds)
+        dtype = jnp.dtype(dtypes.canonicalize_dtype(x, h, *leaves, dtype=self.dtype))
         weights = taps.cast_matrices(rounds, dtype)
         return cells.mogrify(weights, x.astype(dtype), h.astype(dtype), self.zigzag)[:2]
 
 
 def init_map(
-    key: jax.Array,
+    key: Array,
     size_in: int,
     size_out: int,
     rank: int,
     bias: bool,
     factor: float,
-    dtype: Dtype,
-) -> dict[str, jax.Array]:
+    dtype: DTypeLike,
+) -> dict[str, Array]:
     """Draws a gating map: one matrix, or two factors whose product has a variance of about 1/in."""
     check(
         rank <= max(size_in, size_out),
@@ -668,13 +708,14 @@ def init_map(
     return params
 
 
-def is_numeric(leaf: Any) -> bool:
+def is_numeric(leaf: object) -> bool:
     """Whether it is an array of numbers."""
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.number))
 
 
-def check_fields(cell: Any) -> None:
-    """Refuses numbers and dtypes that are out of range; `cell` is a module of `layers.py`."""
+def check_fields(cell: Cell | Mogrifier) -> None:
+    """Refuses options outside their limits, and dtypes and functions that are something else."""
+    model_options.check(cell, *OPTIONS, declared=OPTIONS)
     for field in dataclasses.fields(cell):
         name, value = field.name, getattr(cell, field.name)
         if name in ("dtype", "param_dtype"):
@@ -682,20 +723,13 @@ def check_fields(cell: Any) -> None:
             rule = "a dtype of floating point"
         elif name in FUNCTIONS or name.endswith("_init"):
             good, rule = callable(value) or value is field.default, "a function"
-        elif name in LIMITS and not (value is None and field.default is None):
-            low, high = LIMITS[name]
-            kind: Any = numbers.Integral if isinstance(low, int) else numbers.Real
-            good = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-            rule = f"a {'whole ' * isinstance(low, int)}number from {low} to {high}"
-        elif isinstance(field.default, bool):
-            good, rule = isinstance(value, bool | np.bool_), "True or False"
         else:
             continue
         if not good:
             raise errors.UsageError(f"{name} {errors.show(value)} must be {rule}")
 
 
-def check_forget_bias(cell: Any) -> None:
+def check_forget_bias(cell: MogrifierLSTMCell | RewiredLSTMCell) -> None:
     """Refuses two ways of drawing the bias of the forget gate."""
     fields = {field.name: field for field in dataclasses.fields(cell)}
     for name in ("forget_bias", "chrono_max"):

@@ -3,18 +3,18 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from mogrifier_jax.nn import plans
 
-# A nested structure of arrays.
-Tree = Any
-# (body, init, xs, *, reverse, unroll) -> (state, results), as `lax.scan`.
+Tree: TypeAlias = PyTree[jax.Array]
 # (state, x) -> (state, result)
 Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
+# (body, init, xs, *, reverse, unroll) -> (state, results), as `lax.scan`.
 Loop = Callable[..., tuple[Tree, Tree]]
 
 

@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 Tree = TypeVar("Tree")
+Result = TypeVar("Result")
+# The mesh axes of each axis of an array.
+Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 def vary_alike(tree: Tree) -> Tree:
@@ -26,20 +30,23 @@ def vary_alike(tree: Tree) -> Tree:
     if all(axes == own for own in varying):
         return tree
 
-    def vary(leaf: Any) -> Any:
+    def vary(leaf: Array) -> Array:
         missing = tuple(sorted(axes - _varying(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree)
 
 
-def _varying(leaf: Any) -> frozenset[str]:
+def _varying(leaf: Array) -> frozenset[str]:
     return frozenset(jax.typeof(leaf).manual_axis_type.varying)
 
 
 def run_automatically(
-    compute: Callable[..., Any], operands: tuple[Any, ...], specs: Callable[[Any], Any], like: Any
-) -> Any:
+    compute: Callable[..., Result],
+    operands: tuple[Any, ...],
+    specs: Callable[[Spec], Any],
+    like: Array,
+) -> Result:
     """Calls `compute(*operands)`, with explicit axes made automatic within it.
 
     Args:
@@ -62,7 +69,7 @@ def run_automatically(
     return run(*operands)
 
 
-def shard_carry(carry: Tree, inputs: jax.Array, batch_axes: Sequence[int]) -> Tree:
+def shard_carry(carry: Tree, inputs: Array, batch_axes: Sequence[int]) -> Tree:
     """Shards a carry [*batch, ...] as the batch axes of the inputs are."""
     type_of_inputs = jax.typeof(inputs)
     if type_of_inputs.sharding.mesh.explicit_axes:

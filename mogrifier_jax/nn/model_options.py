@@ -1,8 +1,8 @@
 """The limits and the meaning of every option of a model, declared once.
 
-Stacks and models refuse values outside these limits when they are set up, and `configs.py` makes
-the keys of the section `model` of the same declarations. Defaults are those of the modules' fields,
-so they are not repeated here. The limits of the fields of cells are in `layers.py`.
+Stacks and models refuse values outside these limits when they are set up, and `config_keys.py`
+makes the keys of the section `model` of the same declarations. Defaults are those of the modules'
+fields, so they are not repeated here. The options of cells are in `layers.py`.
 """
 
 import dataclasses
@@ -47,34 +47,17 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "dtype": Option(str, choices=("float32", "bfloat16"), meaning="dtype of matmuls"),
 }
-# The fields of the cells; their limits are `layers.LIMITS`.
-CELL_MEANINGS = {
-    "rounds": "rounds of mutual gating of x and h",
-    "rank": "rank of the gating maps; 0 or less is full rank",
-    "zigzag": "each round gates with the result of the one before",
-    "gate_bias": "gating maps have a bias, as in lamb",
-    "scaling": "multiply x and h by learned vectors",
-    "init_factor": "factor on the variance of the initial weights",
-    "cap_input_gate": "use min(i, 1 - f) as input gate, as in lamb",
-    "tied_gates": "use 1 - f as input gate",
-    "layer_norm": "layer normalisation inside the cell",
-    "cell_clip": "clip c to [-cell_clip, cell_clip]",
-    "forget_bias": "mean initial bias of the forget gate",
-    "chrono_max": "chrono initialisation of that bias: the longest memory, in steps",
-    "gate_rank": "factorise the gate matrix with this rank; 0 is full rank",
-    "zoneout": "probability that an element of the state keeps its value",
-}
 # Sizes that follow from the corpus and from the options above.
-_DERIVED = {name: Option(int, low=1, high=10**9) for name in ("vocab_size", "embedding_size")}
+SIZES = {name: Option(int, low=1, high=10**9) for name in ("vocab_size", "embedding_size")}
+ALL = {**OPTIONS, **SIZES}
 
 
-def check(module: Any, *names: str) -> None:
+def check(module: Any, *names: str, declared: Mapping[str, Option] = ALL) -> None:
     """Refuses a module whose fields of these names are outside the limits."""
-    defaults = {field.name: field.default for field in dataclasses.fields(module)}
-    declared = {**OPTIONS, **_DERIVED}
-    for name in names:
-        # Absent is a choice only where it is the default.
-        option = declared[name]._replace(required=defaults[name] is not None)
-        value = getattr(module, name)
-        if reason := option.refusal(value):
-            raise errors.UsageError(f"{name} {errors.show(value)} {reason}")
+    for field in dataclasses.fields(module):
+        if field.name in names:
+            # Absent is a choice only where it is the default.
+            option = declared[field.name]._replace(required=field.default is not None)
+            value = getattr(module, field.name)
+            if reason := option.refusal(value):
+                raise errors.UsageError(f"{field.name} {errors.show(value)} {reason}")

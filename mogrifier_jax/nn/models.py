@@ -13,15 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Integer
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, dropout, layers, model_options, softmax, stack
 from mogrifier_jax.nn.dropout import Dropout
+from mogrifier_jax.nn.softmax import LogitScale
 
-Dtype = Any
+Tokens = Integer[Array, "B T"]
+Lengths = Integer[Array, "B"]
 check = errors.check
 
 
@@ -33,22 +36,24 @@ class Sizes(nn.Module):
     embedding_size: int
     num_layers: int = 2
     cell: str = "mogrifier_lstm"
-    cell_options: Any = ()
+    cell_options: layers.Options = ()
     output: str = "sum"
     state_mask: str = "window"
     fast: bool = True
     remat_window: int | None = None
     unroll: int = 1
     max_logits: int = 1 << 26  # More logits than this are never in memory at once.
-    dtype: Dtype = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
-    def make_embedding(self, name: str) -> jax.Array:
-        """Declares a table of embeddings [V, E]."""
+    def make_embedding(self, name: str) -> Float[Array, "V E"]:
+        """Declares a table of embeddings."""
         draw = softmax.normal_by_fan(self.embedding_size)
         return self.param(name, draw, (self.vocab_size, self.embedding_size))
 
-    def look_up(self, table: jax.Array, name: str, tokens: jax.Array, rates: Dropout) -> jax.Array:
-        """The embeddings [T, B, E] of tokens [B, T], after input dropout."""
+    def look_up(
+        self, table: Float[Array, "V E"], name: str, tokens: Tokens, rates: Dropout
+    ) -> Float[Array, "T B E"]:
+        """The embeddings of tokens, after input dropout."""
         check_tokens(name, tokens)
         xs = jnp.take(table.astype(self.dtype), tokens.T, axis=0)
         if rates.input is not None:
@@ -59,6 +64,7 @@ class Sizes(nn.Module):
 class LanguageModel(Sizes):
     """A language model: from tokens to nats per token.
 
+    >>> import jax
     >>> model = LanguageModel(
     ...     vocab_size=50, hidden_size=8, embedding_size=8, cell_options={"rounds": 4, "rank": 2}
     ... )
@@ -86,9 +92,9 @@ class LanguageModel(Sizes):
         self.softmax = softmax.Softmax(**_fields_for(softmax.Softmax, self))
 
     def __call__(
-        self, inputs: jax.Array, carry: stack.Carries | None = None
-    ) -> tuple[stack.Carries, jax.Array]:
-        """From (inputs [B, T], carry) to (carry, logits [B, T, V]), without dropout."""
+        self, inputs: Tokens, carry: stack.Carries | None = None
+    ) -> tuple[stack.Carries, Float[Array, "B T V"]]:
+        """From inputs and a carry to the carry after them and the logits, without dropout."""
         return self.logits(inputs, carry)
 
     @nn.nowrap
@@ -110,8 +116,8 @@ class LanguageModel(Sizes):
         batch: Any,
         carry: stack.Carries,
         rates: Dropout | None = None,
-        logit_scale: float | jax.Array = 1.0,
-    ) -> tuple[stack.Carries, jax.Array]:
+        logit_scale: LogitScale = 1.0,
+    ) -> tuple[stack.Carries, Float[Array, "B T"]]:
         """`nats` of a `streams.Window`; the carry of independent examples is ()."""
         start = None if carry == () else carry
         end, nats = self.nats(batch.inputs, batch.targets, start, batch.lengths, rates, logit_scale)
@@ -119,14 +125,14 @@ class LanguageModel(Sizes):
 
     def nats(
         self,
-        inputs: jax.Array,
-        targets: jax.Array,
+        inputs: Tokens,
+        targets: Tokens,
         carry: stack.Carries | None = None,
-        lengths: jax.Array | None = None,
+        lengths: Lengths | None = None,
         rates: Dropout | None = None,
-        logit_scale: float | jax.Array = 1.0,
-    ) -> tuple[stack.Carries, jax.Array]:
-        """The carry at each example's end, and -log p(target) [B, T], zero beyond `lengths`.
+        logit_scale: LogitScale = 1.0,
+    ) -> tuple[stack.Carries, Float[Array, "B T"]]:
+        """The carry at each example's end, and -log p(target), zero beyond `lengths`.
 
         `logit_scale` multiplies the logits, so values below 1 flatten the distribution. It is
         lamb's softmax temperature.
@@ -147,11 +153,11 @@ class LanguageModel(Sizes):
 
     def logits(
         self,
-        inputs: jax.Array,
+        inputs: Tokens,
         carry: stack.Carries | None = None,
-        logit_scale: float | jax.Array = 1.0,
-    ) -> tuple[stack.Carries, jax.Array]:
-        """The carry, and unnormalised log-probabilities [B, T, V] without dropout.
+        logit_scale: LogitScale = 1.0,
+    ) -> tuple[stack.Carries, Float[Array, "B T V"]]:
+        """The carry, and unnormalised log-probabilities without dropout.
 
         `logit_scale` multiplies them.
         """
@@ -160,7 +166,7 @@ class LanguageModel(Sizes):
         return carry, jnp.swapaxes(logits, 0, 1)
 
     def gates(
-        self, inputs: jax.Array, carry: stack.Carries | None = None
+        self, inputs: Tokens, carry: stack.Carries | None = None
     ) -> tuple[stack.Carries, list[cells.Gates]]:
         """The carry, and all gates of every layer, [T, B, ...]: f, i, j, o, c and the rounds."""
         xs = self.look_up(self.embedding, "inputs", inputs, Dropout())
@@ -168,20 +174,18 @@ class LanguageModel(Sizes):
 
     def run(
         self,
-        inputs: jax.Array,
+        inputs: Tokens,
         carry: stack.Carries | None,
-        valid: jax.Array | None,
+        valid: Bool[Array, "T B"] | None,
         rates: Dropout,
-    ) -> tuple[stack.Carries, jax.Array]:
-        """From tokens [B, T] to the carry and the stack's outputs [T, B, H]."""
+    ) -> tuple[stack.Carries, Float[Array, "T B H"]]:
+        """From tokens to the carry and the stack's outputs."""
         xs = self.look_up(self.embedding, "inputs", inputs, rates)
         return self.stack(carry, xs, valid, rates)
 
 
 class EncoderDecoder(Sizes):
     """Two stacks with separate embeddings; the decoder starts from the encoder's last carry."""
-
-    num_layers: int = 1
 
     def setup(self) -> None:
         """Makes the encoder with its embedding, and the decoder."""
@@ -201,7 +205,9 @@ class EncoderDecoder(Sizes):
         tokens = jnp.zeros((1, 1), jnp.int32)
         return {"source": tokens, "inputs": tokens, "targets": tokens}
 
-    def __call__(self, source: jax.Array, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    def __call__(
+        self, source: Integer[Array, "B S"], inputs: Tokens, targets: Tokens
+    ) -> Float[Array, "B T"]:
         """`nats` of examples that fill their rows, without dropout."""
         return self.nats(source, inputs, targets)
 
@@ -210,8 +216,8 @@ class EncoderDecoder(Sizes):
         batch: Any,
         carry: stack.Carries,
         rates: Dropout | None = None,
-        logit_scale: float | jax.Array = 1.0,
-    ) -> tuple[stack.Carries, jax.Array]:
+        logit_scale: LogitScale = 1.0,
+    ) -> tuple[stack.Carries, Float[Array, "B T"]]:
         """`nats` of a `reverse_copy.CopyBatch`; returns the carry unchanged."""
         nats = self.nats(
             batch.sources, batch.inputs, batch.targets, None, batch.lengths, rates, logit_scale
@@ -220,15 +226,15 @@ class EncoderDecoder(Sizes):
 
     def nats(
         self,
-        source: jax.Array,
-        inputs: jax.Array,
-        targets: jax.Array,
-        source_lengths: jax.Array | None = None,
-        lengths: jax.Array | None = None,
+        source: Integer[Array, "B S"],
+        inputs: Tokens,
+        targets: Tokens,
+        source_lengths: Lengths | None = None,
+        lengths: Lengths | None = None,
         rates: Dropout | None = None,
-        logit_scale: float | jax.Array = 1.0,
-    ) -> jax.Array:
-        """-log p(target) [B, T], given the source [B, S]; zero beyond `lengths`."""
+        logit_scale: LogitScale = 1.0,
+    ) -> Float[Array, "B T"]:
+        """-log p(target), given the source; zero beyond `lengths`."""
         rates = rates or Dropout()
         xs = self.look_up(self.source_embedding, "source", source, rates)
         valid = None if source_lengths is None else _valid(source_lengths, source)
@@ -242,7 +248,7 @@ def _fields_for(module: type[nn.Module], model: nn.Module) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names if hasattr(model, name)}
 
 
-def check_tokens(name: str, tokens: jax.Array) -> None:
+def check_tokens(name: str, tokens: Array) -> None:
     """Refuses anything but a non-empty array [B, T] of integers."""
     check(
         tokens.ndim == 2 and tokens.size > 0,
@@ -254,8 +260,8 @@ def check_tokens(name: str, tokens: jax.Array) -> None:
     )
 
 
-def _valid(lengths: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Whether each time step is within its example, [T, B]."""
+def _valid(lengths: Lengths, tokens: Tokens) -> Bool[Array, "T B"]:
+    """Whether each time step is within its example."""
     check(
         lengths.shape == tokens.shape[:1] and jnp.issubdtype(lengths.dtype, jnp.integer),
         f"lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one integer for each "
@@ -330,7 +336,7 @@ def embedding_size(hidden_size: int, ratio: float) -> int:
     return max(1, round(min(1.0, ratio) * hidden_size))
 
 
-def solve_hidden_size(budget: int, make: Callable[[int], Any]) -> int:
+def solve_hidden_size(budget: int, make: Callable[[int], LanguageModel | EncoderDecoder]) -> int:
     """The largest hidden size whose model `make(hidden_size)` has at most `budget` parameters."""
 
     def count(hidden_size: int) -> int:
@@ -378,7 +384,7 @@ def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
     }
 
 
-def _count_layer(cell: Any, d: int, h: int) -> int:
+def _count_layer(cell: layers.Cell, d: int, h: int) -> int:
     """Counts a layer with d inputs and h hidden units; odd rounds gate x, even ones h."""
     gates = cell.num_gates * h
     count = _count_matrix(d + h, gates, getattr(cell, "gate_rank", 0)) + gates

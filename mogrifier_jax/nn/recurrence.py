@@ -1,6 +1,6 @@
 """The recurrence: a scan over a window, with a fast backward pass.
 
-Axes: T time, B batch, H hidden features.
+Axes: T time, B batch, D input features, H hidden features.
 
 A step computes s_t = f(s_{t-1}, z_t), where z_t is the input x_t or its projection. It multiplies
 by matrices W in linear maps y = u W. The gradient of a plain `lax.scan` adds u_t^T dy_t to an array
@@ -22,17 +22,20 @@ This works for any step that multiplies by its matrices in `cells.project` and `
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, PyTree
 
 from mogrifier_jax.nn import cells, loops, plans, taps
 
-# step(params, carry, x, **masks) -> carry; its h is the output.
-Step = Callable[..., cells.State]
-Arrays = dict[str, jax.Array]
+# The carry: a named tuple of arrays, of which h is the output.
+State: TypeAlias = PyTree[Float[Array, "B H"]]
+# step(params, carry, x, **masks) -> carry
+Step = Callable[..., State]
+Arrays = dict[str, Array]
 
 
 class Masks(NamedTuple):
@@ -57,18 +60,18 @@ def scan(
     setting: Setting,
     params: cells.Params,
     input_map: cells.Params | None,
-    carry: cells.State,
-    xs: jax.Array,
+    carry: State,
+    xs: Float[Array, "T B D"],
     masks: Masks,
-) -> tuple[cells.State, jax.Array]:
-    """Runs the step over the leading axis of xs; returns (carry, hs [T, B, H]).
+) -> tuple[State, Float[Array, "T B H"]]:
+    """Runs the step over the leading axis of xs; returns (carry, hs).
 
     If no gradient is asked for, this is a plain scan. `input_map` projects x, if it is not None.
     """
     weights = taps.cast_matrices(params, setting.dtype)
     project_all, project_one = _projections(setting, input_map)
 
-    def body(carry: cells.State, inputs: Any) -> tuple[cells.State, jax.Array]:
+    def body(carry: State, inputs: Any) -> tuple[State, Float[Array, "B H"]]:
         x, scanned = inputs
         carry = setting.step(weights, carry, project_one(x), **scanned, **masks.constant)
         return carry, carry.h
@@ -80,8 +83,8 @@ def scan(
 class _StepInputs(NamedTuple):
     """What a step reads; in `_Saved`, what all steps read, with T as the first axis."""
 
-    carry: cells.State
-    z: jax.Array
+    carry: State
+    z: Float[Array, "..."]
     scanned: Arrays
 
 
@@ -90,7 +93,7 @@ class _Saved(NamedTuple):
 
     params: cells.Params
     input_map: cells.Params | None
-    xs: jax.Array
+    xs: Float[Array, "T B D"]
     step_inputs: _StepInputs
     constant: dict[str, Any]
     outputs: Arrays  # y_t of the maps with one matrix, by name. See `compute` for addends.
@@ -100,10 +103,10 @@ def _forward(
     setting: Setting,
     params: cells.Params,
     input_map: cells.Params | None,
-    carry: cells.State,
-    xs: jax.Array,
+    carry: State,
+    xs: Float[Array, "T B D"],
     masks: Masks,
-) -> tuple[tuple[cells.State, jax.Array], _Saved]:
+) -> tuple[tuple[State, Float[Array, "T B H"]], _Saved]:
     plan = setting.plan
     maps = taps.Taps(params, setting.dtype, plan.operands_forward, plan.round_before_cast)
     step = _TappedStep(setting, maps, masks.constant)
@@ -112,11 +115,11 @@ def _forward(
     if plan.factor_product_bytes:
         matrices = maps.multiply_factors(plan.factor_product_bytes, plan.product_alignment)
 
-    def body(carry: cells.State, inputs: Any) -> tuple[cells.State, Any]:
+    def body(carry: State, inputs: Any) -> tuple[State, Any]:
         x, scanned = inputs
         z, outputs = project_one(x), {}
 
-        def compute(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
+        def compute(name: str, u: Array, addend: Array | None) -> Array:
             y = maps.apply(name, u, matrices)
             total = y if addend is None else y + addend
             if not maps.is_thin(name):
@@ -139,7 +142,9 @@ def _forward(
     return (last, hs), _Saved(params, input_map, xs, step_inputs, masks.constant, outputs)
 
 
-def _backward(setting: Setting, saved: _Saved, cotangents: tuple[cells.State, jax.Array]) -> Any:
+def _backward(
+    setting: Setting, saved: _Saved, cotangents: tuple[State, Float[Array, "T B H"]]
+) -> tuple[cells.Params, cells.Params | None, State, Float[Array, "T B D"], None]:
     plan = setting.plan
     d_last, d_hs = cotangents
     maps = taps.Taps(saved.params, setting.dtype, plan.operands_backward)
@@ -203,7 +208,7 @@ class _TappedStep:
 
     def run(
         self, output_of: taps.OutputOf, inputs: _StepInputs, vectors: Arrays | None = None
-    ) -> cells.State:
+    ) -> State:
         """The carry after a step whose maps have the outputs that `output_of` returns."""
         params = self.maps.put(output_of, vectors)
         return self.setting.step(params, inputs.carry, inputs.z, **inputs.scanned, **self.constant)
@@ -215,7 +220,7 @@ class _TappedStep:
         inputs, outputs = {}, dict(outputs)
         includes_addend = self.setting.plan.project_inputs_in_step
 
-        def read_or_compute(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
+        def read_or_compute(name: str, u: Array, addend: Array | None) -> Array:
             inputs[name] = u.astype(self.maps.operand_dtype)
             if name not in outputs:
                 y = self.maps.apply(name, u, self.maps.maps)
@@ -228,11 +233,11 @@ class _TappedStep:
 
     def pull_back(
         self,
-        d_carry: cells.State,
+        d_carry: State,
         step_inputs: _StepInputs,
         outputs: Arrays,
         transposed: dict[str, taps.Matrices],
-    ) -> tuple[cells.State, jax.Array, Arrays, Arrays]:
+    ) -> tuple[State, Float[Array, "..."], Arrays, Arrays]:
         """From the gradient of the carry after a step to those of carry, z, outputs and vectors.
 
         The vectors are given once for each row, so that no step sums gradients over rows and
@@ -240,10 +245,8 @@ class _TappedStep:
         """
         includes_addend = self.setting.plan.project_inputs_in_step
 
-        def replay(
-            carry: cells.State, z: jax.Array, outputs: Arrays, vectors: Arrays
-        ) -> cells.State:
-            def read_saved(name: str, u: jax.Array, addend: jax.Array | None) -> jax.Array:
+        def replay(carry: State, z: Float[Array, "..."], outputs: Arrays, vectors: Arrays) -> State:
+            def read_saved(name: str, u: Array, addend: Array | None) -> Array:
                 y = taps.saved_output(u, outputs[name], transposed[name])
                 if addend is None:
                     return y
@@ -260,28 +263,28 @@ class _TappedStep:
 
 def _projections(
     setting: Setting, input_map: cells.Params | None
-) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """Returns a function of all xs before the loop, and a function of x in each step.
 
     One of them applies the input map, and the other one returns its argument.
     """
 
-    def identity(x: jax.Array) -> jax.Array:
+    def identity(x: Array) -> Array:
         return x
 
     if input_map is None:
         return identity, identity
     kernel, bias = input_map["input"].astype(setting.dtype), input_map.get("bias")
 
-    def project(x: jax.Array) -> jax.Array:
+    def project(x: Float[Array, "*B D"]) -> Float[Array, "..."]:
         return cells.project(x, kernel, bias).astype(setting.dtype)
 
     return (identity, project) if setting.plan.project_inputs_in_step else (project, identity)
 
 
 def _input_gradients(
-    setting: Setting, saved: _Saved, d_zs: jax.Array
-) -> tuple[cells.Params | None, jax.Array]:
+    setting: Setting, saved: _Saved, d_zs: Float[Array, "T B *Z"]
+) -> tuple[cells.Params | None, Float[Array, "T B D"]]:
     """The gradients of the input map and of xs, from those of zs."""
     if saved.input_map is None:
         return None, d_zs

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen import recurrent
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, PyTree, Real, Shaped
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import (
@@ -65,17 +66,17 @@ class RNN(nn.RNN):
 
     def __call__(
         self,
-        inputs: jax.Array,
+        inputs: Real[Array, "..."],
         *,
-        initial_carry: Any = None,
-        init_key: jax.Array | None = None,
-        seq_lengths: jax.Array | None = None,
+        initial_carry: layers.CarryLike | None = None,
+        init_key: Array | None = None,
+        seq_lengths: Integer[ArrayLike, "*B"] | None = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
         deterministic: bool | None = None,
-        resets: jax.Array | None = None,
+        resets: Shaped[ArrayLike, "..."] | None = None,
     ) -> Any:
         """Runs the cell over sequences, with the arguments of `nn.RNN` and two more.
 
@@ -134,13 +135,13 @@ class RNN(nn.RNN):
 
         def compute(
             weights: cells.Params,
-            xs: jax.Array,
-            carry: Any,
-            start: Any,
-            lengths: jax.Array | None,
-            resets: jax.Array | None,
+            xs: Real[Array, "T *B D"],
+            carry: layers.CarryLike,
+            start: layers.CarryLike,
+            lengths: Integer[Array, "*B"] | None,
+            resets: Bool[Array, "T *B"] | None,
             masks: recurrence.Arrays,
-        ) -> tuple[Any, jax.Array]:
+        ) -> tuple[layers.CarryLike, Float[Array, "..."]]:
             xs = xs.reshape(steps, rows, size)
             start, carry = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), (start, carry))
             lengths = None if lengths is None else lengths.reshape(rows)
@@ -172,10 +173,10 @@ class RNN(nn.RNN):
 
     def run_step_by_step(
         self,
-        inputs: jax.Array,
-        resets: jax.Array | None = None,
-        initial_carry: Any = None,
-        init_key: jax.Array | None = None,
+        inputs: Real[Array, "..."],
+        resets: Any = None,
+        initial_carry: PyTree[Array] = None,
+        init_key: Array | None = None,
         **given: Any,
     ) -> Any:
         """Runs any cell as `nn.RNN` does, with the same keywords, and resets."""
@@ -218,17 +219,17 @@ class RNN(nn.RNN):
 
     def window(
         self,
-        carry: Any,
-        xs: jax.Array,
-        keep: jax.Array | None = None,
-        scale: jax.Array | None = None,
-        valid: jax.Array | None = None,
+        carry: layers.CarryLike,
+        xs: Real[Array, "T B D"],
+        keep: Bool[Array, "*T B H"] | None = None,
+        scale: cells.Scale | None = None,
+        valid: Bool[Array, "T B"] | None = None,
         train: bool = False,
-    ) -> tuple[cells.State, jax.Array]:
-        """From (carry, xs [T, B, D]) to (state, hs [T, B, H]), with masks that the caller draws.
+    ) -> tuple[cells.State, Float[Array, "T B H"]]:
+        """From (carry, xs) to (state, hs), with masks that the caller draws.
 
         `keep` is the mask of the state dropout: [B, H] for all steps, or [T, B, H] with a mask for
-        each step. `valid` [T, B] is false after an example's end. There the output is zero and the
+        each step. `valid` is false after an example's end. There the output is zero and the
         state does not change. In training the masks of the cell are drawn here.
         """
         self.check_shapes(carry, xs, keep, scale, valid)
@@ -245,17 +246,17 @@ class RNN(nn.RNN):
     def run_window(
         self,
         weights: cells.Params,
-        carry: Any,
-        xs: jax.Array,
+        carry: layers.CarryLike,
+        xs: Real[Array, "T B D"],
         masks: recurrence.Arrays,
-        last: jax.Array | None = None,
-        resets: jax.Array | None = None,
-        start: Any = None,
-    ) -> tuple[cells.State, jax.Array]:
-        """The last state and hs [T, B, H] of a window xs [T, B, D].
+        last: Bool[Array, "T B"] | None = None,
+        resets: Bool[Array, "T B"] | None = None,
+        start: layers.CarryLike | None = None,
+    ) -> tuple[cells.State, Float[Array, "T B H"]]:
+        """The last state and hs of a window.
 
-        `last` [T, B] marks the step of each row whose state is returned instead. `resets` [T, B]
-        marks the steps that read the carry `start`.
+        `last` marks the step of each row whose state is returned instead. `resets` marks the steps
+        that read the carry `start`.
         """
         model_options.check(self, "remat_window", "unroll")
         dtype = self.cell.computation_dtype(xs, weights)
@@ -280,11 +281,11 @@ class RNN(nn.RNN):
     def run_fast(
         self,
         weights: cells.Params,
-        state: cells.State,
-        xs: jax.Array,
+        state: recurrence.State,
+        xs: Float[Array, "T B D"],
         masks: recurrence.Masks,
         dtype: np.dtype,
-    ) -> tuple[cells.State, jax.Array]:
+    ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
         """Runs the scan of `windows.py`."""
         weights, input_map = cells.split_input_projection(weights)
         try:
@@ -310,14 +311,16 @@ class RNN(nn.RNN):
     def run_plainly(
         self,
         weights: cells.Params,
-        state: cells.State,
-        xs: jax.Array,
+        state: recurrence.State,
+        xs: Float[Array, "T B D"],
         masks: recurrence.Masks,
         dtype: np.dtype,
-    ) -> tuple[cells.State, jax.Array]:
+    ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
         """Runs a plain scan, which is the reference for the fast one."""
 
-        def body(state: cells.State, inputs: Any) -> tuple[cells.State, jax.Array]:
+        def body(
+            state: recurrence.State, inputs: Any
+        ) -> tuple[recurrence.State, Float[Array, "B H"]]:
             x, scanned = inputs
             params = taps.cast_matrices(weights, dtype)
             state = _step(self.cell.cell, params, state, x, **scanned, **masks.constant)
@@ -326,14 +329,18 @@ class RNN(nn.RNN):
         unroll = self.unroll if isinstance(xs.shape[0], int) else 1  # As in `windows.scan`.
         return jax.lax.scan(body, state, (xs, masks.scanned), unroll=unroll)
 
-    def gates(self, carry: Any, xs: jax.Array) -> tuple[cells.State, jax.Array, cells.Gates]:
+    def gates(
+        self, carry: layers.CarryLike, xs: Float[Array, "T B D"]
+    ) -> tuple[cells.State, Float[Array, "T B H"], cells.Gates]:
         """As `window` without masks; also returns every gate at every step, [T, B, ...]."""
         self.check_shapes(carry, xs)
         weights = self.cell.weights(xs.shape[-1])
         dtype = self.cell.computation_dtype(xs, weights)
         params = taps.cast_matrices(weights, dtype)
 
-        def body(state: cells.State, x: jax.Array) -> tuple[cells.State, Any]:
+        def body(
+            state: cells.State, x: Float[Array, "B D"]
+        ) -> tuple[cells.State, tuple[Float[Array, "B H"], cells.Gates]]:
             state, gates = self.cell.cell(params, state, x)
             return state, (state.h, gates)
 
@@ -343,11 +350,11 @@ class RNN(nn.RNN):
 
     def check_shapes(
         self,
-        carry: Any,
-        xs: jax.Array,
-        keep: jax.Array | None = None,
-        scale: jax.Array | None = None,
-        valid: jax.Array | None = None,
+        carry: layers.CarryLike,
+        xs: Real[Array, "..."],
+        keep: Array | None = None,
+        scale: Array | None = None,
+        valid: Array | None = None,
     ) -> None:
         """Refuses arguments of a window that do not fit together."""
         check(xs.ndim == 3, f"xs of shape {xs.shape} must be [time, batch, features]")
@@ -372,22 +379,22 @@ class RNN(nn.RNN):
 class _Marked(NamedTuple):
     """The carry of an LSTM, and the c of the step that is marked as the last one."""
 
-    c: jax.Array
-    h: jax.Array
-    end: jax.Array
+    c: Float[Array, "B H"]
+    h: Float[Array, "B H"]
+    end: Float[Array, "B H"]
 
 
 def _step(
-    cell: Callable[..., Any],
+    cell: Callable[..., tuple[Any, cells.Gates]],
     params: cells.Params,
-    state: Any,
-    x: jax.Array,
-    valid: jax.Array | None = None,
-    last: jax.Array | None = None,
-    reset: jax.Array | None = None,
+    state: recurrence.State,
+    x: cells.Input,
+    valid: Bool[Array, "B"] | None = None,
+    last: Bool[Array, "B"] | None = None,
+    reset: Bool[Array, "B"] | None = None,
     start: cells.State | None = None,
-    **masks: jax.Array,
-) -> Any:
+    **masks: Array,
+) -> recurrence.State:
     """One step of a function of `cells.py`, which may start anew, be the last one or be padding."""
     before = state
     if isinstance(state, _Marked):
@@ -403,16 +410,16 @@ def _step(
     return jax.tree.map(lambda new, old: jnp.where(valid[:, None], new, old), after, before)
 
 
-def _marks_of_last(lengths: jax.Array, steps: int) -> jax.Array:
-    """Marks the last step of each sequence, [T, B]; as in Flax, step T for an empty sequence."""
+def _marks_of_last(lengths: Integer[Array, "B"], steps: int) -> Bool[Array, "T B"]:
+    """Marks the last step of each sequence; as in Flax, step T for an empty sequence."""
     index = jnp.minimum(lengths, steps) - 1
     index = jnp.where(index < 0, index + steps, index)
     return jnp.arange(steps)[:, None] == index[None, :]
 
 
 def check_sequences(
-    cell: Any, inputs: Any, seq_lengths: Any, api: str = "linen"
-) -> jax.Array | None:
+    cell: object, inputs: object, seq_lengths: object, api: str = "linen"
+) -> Integer[Array, "..."] | None:
     """Refuses what an RNN of linen or NNX cannot run; returns the lengths as int32."""
     check_cell(cell, api)
     check(
@@ -424,7 +431,7 @@ def check_sequences(
     return None if seq_lengths is None else _read_lengths(seq_lengths)
 
 
-def check_cell(cell: Any, api: str) -> None:
+def check_cell(cell: object, api: str) -> None:
     """Refuses a class in place of a cell, and a cell of the other one of Flax's two interfaces."""
     if inspect.isclass(cell):
         arguments = "64" if api == "linen" else "32, 64, rngs=rngs"
@@ -440,7 +447,7 @@ def check_cell(cell: Any, api: str) -> None:
     )
 
 
-def _read_lengths(seq_lengths: Any) -> jax.Array:
+def _read_lengths(seq_lengths: Any) -> Integer[Array, "..."]:
     """Lengths of any integer dtype as int32: a narrow or unsigned one would wrap around."""
     lengths, message = seq_lengths, "must be an array of one integer for each sequence"
     try:

@@ -1,6 +1,7 @@
 """The softmax over the vocabulary, or a mixture of softmaxes: from the stack to logits or nats.
 
-Axes: T time, B batch, H hidden, E embedding, V vocabulary, C components of a mixture.
+Axes: T time, B batch, H hidden, E embedding, V vocabulary, C components of a mixture,
+*N any leading axes.
 """
 
 import functools
@@ -11,15 +12,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.experimental import layout
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
 
 from mogrifier_jax.nn import cells, dropout, plans, taps
 
-Dtype = Any
 # (features, log_weights, targets) -> nats
-Score = Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array]
+Score = Callable[[Array, Array | None, Array], Array]
+# A number, or a traced one.
+LogitScale = float | Float[Array, ""]
 
 
-def normal_by_fan(fan: int, factor: float = 1.0) -> Any:
+def normal_by_fan(fan: int, factor: float = 1.0) -> nn.initializers.Initializer:
     """lamb's initialiser of embeddings: a truncated normal with variance factor / fan."""
     return nn.initializers.truncated_normal((factor / fan) ** 0.5 / 0.87962566)
 
@@ -33,7 +37,7 @@ class Softmax(nn.Module):
     mixture_components: int
     tied_embeddings: bool
     max_logits: int
-    dtype: Dtype
+    dtype: DTypeLike
 
     def setup(self) -> None:
         """Declares the parameters that these sizes need."""
@@ -51,17 +55,17 @@ class Softmax(nn.Module):
 
     def nats(
         self,
-        hs: jax.Array,
-        targets: jax.Array,
-        embedding: jax.Array,
+        hs: Float[Array, "T B H"],
+        targets: Integer[Array, "T B"],
+        embedding: Float[Array, "V E"],
         rates: dropout.Dropout,
-        logit_scale: float | jax.Array,
-    ) -> jax.Array:
-        """-log p(target) [T, B]; no more than `max_logits` logits are in memory at once."""
+        logit_scale: LogitScale,
+    ) -> Float[Array, "T B"]:
+        """-log p(target); no more than `max_logits` logits are in memory at once."""
         us, log_weights = self.features(hs, rates)
         score: Score = functools.partial(self.score, self.matrix(embedding), logit_scale)
 
-        def compute(plan: plans.SoftmaxPlan, *arguments: Any) -> jax.Array:
+        def compute(plan: plans.SoftmaxPlan, *arguments: Any) -> Float[Array, "T B"]:
             chunks = self._count_chunks(targets, min(self.max_logits, plan.logits_at_once))
             flat = plan.flatten and chunks > 1
             return _in_chunks(
@@ -71,7 +75,7 @@ class Softmax(nn.Module):
         make_plan = functools.partial(plans.make_softmax_plan, dtype=us.dtype)
         return plans.follow(make_plan, compute, us, log_weights, targets)
 
-    def _count_chunks(self, targets: jax.Array, max_logits: float) -> int:
+    def _count_chunks(self, targets: Integer[Array, "T B"], max_logits: float) -> int:
         """How many parts the steps are cut into so that a part has at most `max_logits` logits."""
         steps, batch = targets.shape
         logits_of_step = batch * max(1, self.mixture_components) * self.vocab_size
@@ -80,20 +84,25 @@ class Softmax(nn.Module):
 
     def logits(
         self,
-        hs: jax.Array,
-        embedding: jax.Array,
-        logit_scale: float | jax.Array,
+        hs: Float[Array, "T B H"],
+        embedding: Float[Array, "V E"],
+        logit_scale: LogitScale,
         rates: dropout.Dropout = dropout.NO_DROPOUT,
-    ) -> jax.Array:
-        """Unnormalised log-probabilities [T, B, V]."""
+    ) -> Float[Array, "T B V"]:
+        """Unnormalised log-probabilities."""
         us, log_weights = self.features(hs, rates)
         logits = component_logits(us, self.matrix(embedding), self.bias, logit_scale)
         if log_weights is None:
             return logits
         return jax.nn.logsumexp(jax.nn.log_softmax(logits) + log_weights[..., None], axis=-2)
 
-    def features(self, hs: jax.Array, rates: dropout.Dropout) -> tuple[jax.Array, jax.Array | None]:
-        """The vectors that multiply the embeddings: [T, B, E], or [T, B, C, E] and log weights."""
+    def features(
+        self, hs: Float[Array, "T B H"], rates: dropout.Dropout
+    ) -> tuple[Float[Array, "T B *C E"], Float[Array, "T B C"] | None]:
+        """The vectors that multiply the embeddings, and the log weights of a mixture's components.
+
+        Without a mixture the axis C is absent.
+        """
         if rates.output is not None:
             hs = dropout.drop(rates.output, hs, self.make_rng("dropout"))
         log_weights = None
@@ -115,19 +124,19 @@ class Softmax(nn.Module):
             us = dropout.drop(rates.downprojected, us, self.make_rng("dropout"))
         return us, log_weights
 
-    def matrix(self, embedding: jax.Array) -> jax.Array:
-        """The output embeddings [V, E] in the compute dtype."""
+    def matrix(self, embedding: Float[Array, "V E"]) -> Float[Array, "V E"]:
+        """The output embeddings in the compute dtype."""
         table = embedding if self.tied_embeddings else self.kernel.T
         return table.astype(self.dtype)
 
     def score(
         self,
-        matrix: jax.Array,
-        logit_scale: float | jax.Array,
-        us: jax.Array,
-        log_weights: jax.Array | None,
-        targets: jax.Array,
-    ) -> jax.Array:
+        matrix: Float[Array, "V E"],
+        logit_scale: LogitScale,
+        us: Float[Array, "*N E"],
+        log_weights: Float[Array, "*N"] | None,
+        targets: Integer[Array, "*B"],
+    ) -> Float[Array, "*B"]:
         """-log p(target) under the softmax or the mixture."""
         if log_weights is not None:
             targets = jnp.broadcast_to(targets[..., None], us.shape[:-1])
@@ -137,9 +146,12 @@ class Softmax(nn.Module):
 
 
 def component_logits(
-    us: jax.Array, matrix: jax.Array, bias: jax.Array, logit_scale: float | jax.Array
-) -> jax.Array:
-    """The logits [..., V] of us [..., E] and a matrix [V, E], in at least float32."""
+    us: Float[Array, "*N E"],
+    matrix: Float[Array, "V E"],
+    bias: Float[Array, "V"],
+    logit_scale: LogitScale,
+) -> Float[Array, "*N V"]:
+    """The logits in at least float32."""
     wide = cells.wide(us.dtype)
     contract = (((us.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(us, matrix, contract, preferred_element_type=wide)
@@ -147,8 +159,12 @@ def component_logits(
 
 
 def _in_chunks(
-    score: Score, chunks: int, us: jax.Array, log_weights: jax.Array | None, targets: jax.Array
-) -> jax.Array:
+    score: Score,
+    chunks: int,
+    us: Float[Array, "T B *C E"],
+    log_weights: Float[Array, "T B C"] | None,
+    targets: Integer[Array, "T B"],
+) -> Float[Array, "T B"]:
     """Calls `score` on a few steps at a time; the backward pass recomputes their logits."""
     if chunks == 1:
         return score(us, log_weights, targets)
@@ -156,7 +172,7 @@ def _in_chunks(
     size = -(-steps // chunks)
     padding = chunks * size - steps
 
-    def cut(a: jax.Array) -> jax.Array:
+    def cut(a: Array) -> Array:
         a = jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1))
         return a.reshape(chunks, size, *a.shape[1:])
 
@@ -166,14 +182,17 @@ def _in_chunks(
 
 
 def _score_flat(
-    score: Score, us: jax.Array, log_weights: jax.Array | None, targets: jax.Array
-) -> jax.Array:
+    score: Score,
+    us: Float[Array, "T B *C E"],
+    log_weights: Float[Array, "T B C"] | None,
+    targets: Integer[Array, "T B"],
+) -> Float[Array, "T B"]:
     """Calls `score` with time and batch as one axis, for which XLA copies fewer logits.
 
     The batch is the slower part of that axis, so each device keeps its own rows.
     """
 
-    def flatten(a: jax.Array) -> jax.Array:
+    def flatten(a: Array) -> Array:
         return a.swapaxes(0, 1).reshape(-1, *a.shape[2:])
 
     nats = score(*jax.tree.map(flatten, (us, log_weights, targets)))
@@ -182,9 +201,13 @@ def _score_flat(
 
 @jax.custom_vjp
 def log_probability(
-    us: jax.Array, matrix: jax.Array, bias: jax.Array, logit_scale: jax.Array, targets: jax.Array
-) -> jax.Array:
-    """log softmax(logits)[target] for us [..., E] and targets [...].
+    us: Float[Array, "*N E"],
+    matrix: Float[Array, "V E"],
+    bias: Float[Array, "V"],
+    logit_scale: Float[Array, ""],
+    targets: Integer[Array, "*N"],
+) -> Float[Array, "*N"]:
+    """log softmax(logits)[target].
 
     The gradient with respect to the logits is computed once, in the compute dtype. Without this
     custom derivative, the compiler computes it from float32 logits in each of its three uses.
@@ -193,8 +216,12 @@ def log_probability(
 
 
 def _log_probability(
-    us: jax.Array, matrix: jax.Array, bias: jax.Array, logit_scale: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    us: Float[Array, "*N E"],
+    matrix: Float[Array, "V E"],
+    bias: Float[Array, "V"],
+    logit_scale: Float[Array, ""],
+    targets: Integer[Array, "*N"],
+) -> tuple[Float[Array, "*N"], tuple[Array, ...]]:
     logits = component_logits(us, matrix, bias, logit_scale)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     normaliser = jax.nn.logsumexp(logits, axis=-1)
@@ -202,7 +229,9 @@ def _log_probability(
     return chosen - normaliser, saved
 
 
-def _log_probability_backward(saved: tuple[jax.Array, ...], d_log_p: jax.Array) -> Any:
+def _log_probability_backward(
+    saved: tuple[Array, ...], d_log_p: Float[Array, "*N"]
+) -> tuple[Float[Array, "*N E"], Float[Array, "V E"], Float[Array, "V"], Float[Array, ""], None]:
     us, matrix, bias, logit_scale, targets, logits, normaliser = saved
     ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     one_hot = (ids == targets[..., None]).astype(logits.dtype)
@@ -210,8 +239,11 @@ def _log_probability_backward(saved: tuple[jax.Array, ...], d_log_p: jax.Array) 
     d_logit_scale = (d_logits * logits).sum() / logit_scale
 
     def backpropagate(
-        plan: plans.SoftmaxPlan, d_logits: jax.Array, us: jax.Array, matrix: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        plan: plans.SoftmaxPlan,
+        d_logits: Float[Array, "*N V"],
+        us: Float[Array, "*N E"],
+        matrix: Float[Array, "V E"],
+    ) -> tuple[Float[Array, "*N E"], Float[Array, "V E"], Float[Array, "V"]]:
         operand_dtype = plan.operands_backward or us.dtype
         d_logits = jax.lax.optimization_barrier(d_logits.astype(operand_dtype))
         lead = tuple(range(us.ndim - 1))
@@ -236,6 +268,6 @@ def _log_probability_backward(saved: tuple[jax.Array, ...], d_log_p: jax.Array) 
 log_probability.defvjp(_log_probability, _log_probability_backward)
 
 
-def _zeros(key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> jax.Array:
+def _zeros(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
     del key
     return jnp.zeros(shape, dtype)

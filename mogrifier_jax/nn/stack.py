@@ -10,6 +10,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from mogrifier_jax import errors
 from mogrifier_jax.nn import cells, dropout, layers, model_options, rnn
@@ -33,14 +35,14 @@ class Stack(nn.Module):
     num_layers: int
     hidden_size: int
     cell: str = "mogrifier_lstm"
-    cell_options: Any = ()  # A mapping: the options of the cell.
+    cell_options: layers.Options = ()
     output: str = "sum"  # "sum" of all layers, "residual" connections or the "last" layer.
     state_mask: str = "window"  # One mask of the state dropout for the "window" or each "step".
     trainable_initial_state: bool = False
     fast: bool = True
     remat_window: int | None = None
     unroll: int = 1
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     def setup(self) -> None:
         """Checks the options and makes the layers."""
@@ -58,7 +60,7 @@ class Stack(nn.Module):
         if self.trainable_initial_state:
             self.initial_state = self.param("initial_state", self.init_initial_state)
 
-    def init_initial_state(self, key: jax.Array) -> Carries:
+    def init_initial_state(self, key: Array) -> Carries:
         """Zeros, to be trained."""
         del key
         return jax.tree.map(lambda a: cells.widen(a[0]), zero_carry(self, 1))
@@ -73,13 +75,15 @@ class Stack(nn.Module):
     def __call__(
         self,
         carry: Carries | None,
-        xs: jax.Array,
-        valid: jax.Array | None = None,
+        xs: Float[Array, "T B E"],
+        valid: Bool[Array, "T B"] | None = None,
         rates: dropout.Dropout = dropout.NO_DROPOUT,
-    ) -> tuple[Carries, jax.Array]:
-        """From (carry, xs [T, B, E]) to (carry, outputs [T, B, H])."""
+    ) -> tuple[Carries, Float[Array, "T B H"]]:
+        """From the inputs of the first layer to the carry and the outputs of the stack."""
 
-        def run(layer: rnn.RNN, carry: cells.State, xs: jax.Array) -> tuple[Any, jax.Array]:
+        def run(
+            layer: rnn.RNN, carry: cells.State, xs: Float[Array, "T B D"]
+        ) -> tuple[cells.State, Float[Array, "T B H"]]:
             mask = {}
             if rates.state is not None:
                 steps = xs.shape[:1] if self.state_mask == "step" else ()
@@ -90,7 +94,9 @@ class Stack(nn.Module):
         carry, total, _ = self.run_layers(run, carry, xs, rates)
         return carry, total
 
-    def gates(self, carry: Carries | None, xs: jax.Array) -> tuple[Carries, list[cells.Gates]]:
+    def gates(
+        self, carry: Carries | None, xs: Float[Array, "T B E"]
+    ) -> tuple[Carries, list[cells.Gates]]:
         """Returns the carry, and every gate of every layer, [T, B, ...]."""
         carry, _, gates_of_layers = self.run_layers(rnn.RNN.gates, carry, xs)
         return carry, [gates for (gates,) in gates_of_layers]
@@ -99,9 +105,9 @@ class Stack(nn.Module):
         self,
         run: Callable[..., tuple[Any, ...]],
         carry: Carries | None,
-        xs: jax.Array,
+        xs: Float[Array, "T B E"],
         rates: dropout.Dropout = dropout.NO_DROPOUT,
-    ) -> tuple[Carries, jax.Array, list[Any]]:
+    ) -> tuple[Carries, Float[Array, "T B H"], list[list[Any]]]:
         """Calls `run(layer, carry, xs)` for each layer, with dropout of its inputs and outputs.
 
         Returns the carry, the output of the stack, and what `run` returns after carry and hs. A

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from mogrifier_jax.nn import cells
 
 # The matrix of a map [I, ...], or the two factors `down` [I, K] and `up` [K, ...] of a thin one.
-Matrices = tuple[jax.Array, ...]
+Matrices = tuple[Float[Array, "..."], ...]
 # (name, x, addend) to the output of a map for x, plus the addend unless it is None.
-OutputOf = Callable[[str, jax.Array, jax.Array | None], jax.Array]
+OutputOf = Callable[[str, Array, Array | None], Array]
 
 
 class Taps:
@@ -38,7 +39,7 @@ class Taps:
 
     def __init__(
         self,
-        params: Any,
+        params: cells.Params | list[cells.Params],
         dtype: np.dtype,
         operand_dtype: np.dtype | None = None,
         round_before_cast: bool = False,
@@ -107,11 +108,13 @@ class Taps:
         products = {name: multiply(matrices) for name, matrices in self.maps.items()}
         return jax.lax.optimization_barrier(products)
 
-    def vectors_of_rows(self, rows: int) -> dict[str, jax.Array]:
+    def vectors_of_rows(self, rows: int) -> dict[str, Array]:
         """The vectors once for each row of a batch."""
         return {n: jnp.broadcast_to(v, (rows, *v.shape)) for n, v in self.vectors.items()}
 
-    def apply(self, name: str, x: jax.Array, maps: dict[str, Matrices]) -> jax.Array:
+    def apply(
+        self, name: str, x: Float[Array, "*B I"], maps: dict[str, Matrices]
+    ) -> Float[Array, "..."]:
         """The output of a map for x; `maps` is `self.maps`, or `multiply_factors` of it."""
         if self._round_before_cast and not self.is_thin(name):
             # XLA does not move the cast of a rounded x. Otherwise it would fuse the cast into the
@@ -127,20 +130,20 @@ class Taps:
             )
         return self._add_bias(name, x) if self._adds_bias else x
 
-    def _add_bias(self, name: str, y: jax.Array) -> jax.Array:
+    def _add_bias(self, name: str, y: Float[Array, "*S"]) -> Float[Array, "*S"]:
         """Adds the bias of a map, if it has one, to the output of the map."""
         y = cells.widen(y)
         return y + cells.stretch(self._params[self._bias[name]], y) if name in self._bias else y
 
-    def put(self, output_of: OutputOf, vectors: dict[str, jax.Array] | None = None) -> Any:
+    def put(self, output_of: OutputOf, vectors: dict[str, Array] | None = None) -> Any:
         """The tree with a tap in place of each map, and with these vectors if they are given.
 
         The addend that a tap passes on is what `cells.project` adds to the output if it is not a
         parameter, else None.
         """
 
-        def make_tap(name: str) -> Callable[[jax.Array, jax.Array | None], jax.Array]:
-            def tap(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+        def make_tap(name: str) -> cells.Tap:
+            def tap(x: Array, bias: Array | None) -> Array:
                 addend = None if name in self._bias or bias is None else cells.widen(bias)
                 if self._adds_bias:
                     return output_of(name, x, addend)
@@ -154,9 +157,9 @@ class Taps:
 
     def gradients(
         self,
-        inputs: dict[str, jax.Array],
-        d_outputs: dict[str, jax.Array],
-        d_vectors: dict[str, jax.Array],
+        inputs: dict[str, Array],
+        d_outputs: dict[str, Array],
+        d_vectors: dict[str, Array],
         transposed: dict[str, Matrices],
         by_matmul: bool = False,
     ) -> Any:
@@ -180,7 +183,7 @@ class Taps:
         )
 
 
-def cast_matrices(params: Any, dtype: Any) -> Any:
+def cast_matrices(params: Any, dtype: np.dtype) -> Any:
     """The tree with its matrices in the compute dtype; vectors stay in the storage dtype."""
     return Taps(params, dtype).cast_matrices()
 
@@ -190,32 +193,34 @@ def _beside(path: tuple[Any, ...], name: str) -> str:
     return jax.tree_util.keystr((*path[:-1], jax.tree_util.DictKey(name)))
 
 
-def transpose(matrix: jax.Array) -> jax.Array:
-    """Moves the first axis of [I, ...] to the end, [..., I]."""
+def transpose(matrix: Float[Array, "I *O"]) -> Float[Array, "*O I"]:
+    """Moves the first axis to the end."""
     return jnp.moveaxis(matrix, 0, -1)
 
 
-def _pad_last(x: jax.Array, size: int) -> jax.Array:
+def _pad_last(x: Float[Array, "*B I"], size: int) -> Float[Array, "*B {size}"]:
     """Adds zeros at the end of the last axis of x, up to a size."""
     missing = size - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 @jax.custom_vjp
-def saved_output(x: jax.Array, output: jax.Array, transposed: Matrices) -> jax.Array:
+def saved_output(
+    x: Float[Array, "B I"], output: Float[Array, "B *O"], transposed: Matrices
+) -> Float[Array, "B *O"]:
     """Returns the saved `output` of a map; backpropagates to x as if it were computed from x."""
     return output
 
 
 def _saved_output_forward(
-    x: jax.Array, output: jax.Array, transposed: Matrices
-) -> tuple[jax.Array, Matrices]:
+    x: Float[Array, "B I"], output: Float[Array, "B *O"], transposed: Matrices
+) -> tuple[Float[Array, "B *O"], Matrices]:
     return output, transposed
 
 
 def _saved_output_backward(
-    transposed: Matrices, d_output: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+    transposed: Matrices, d_output: Float[Array, "B *O"]
+) -> tuple[Float[Array, "B I"], Float[Array, "B *O"], None]:
     d_x = d_output
     for matrix in reversed(transposed):
         d_x = jnp.tensordot(
@@ -231,7 +236,7 @@ saved_output.defvjp(_saved_output_forward, _saved_output_backward)
 
 
 @jax.custom_vjp
-def saved_sum(total: jax.Array, addend: jax.Array) -> jax.Array:
+def saved_sum(total: Float[Array, "*S"], addend: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Returns `total`, which includes the addend; backpropagates to both as to the sum of two."""
     return total
 
@@ -239,13 +244,17 @@ def saved_sum(total: jax.Array, addend: jax.Array) -> jax.Array:
 saved_sum.defvjp(lambda total, addend: (total, None), lambda _, d_sum: (d_sum, d_sum))
 
 
-def sum_of_products(x: jax.Array, d_output: jax.Array) -> jax.Array:
-    """The gradient of a matrix, from its inputs and the gradients of its outputs, [T, B, ...]."""
+def sum_of_products(
+    x: Float[Array, "T B I"], d_output: Float[Array, "T B *O"]
+) -> Float[Array, "I *O"]:
+    """The gradient of a matrix, from its inputs and the gradients of its outputs."""
     wide = cells.wide(d_output.dtype)
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 
-def sum_leading(x: jax.Array, num_axes: int, by_matmul: bool = False) -> jax.Array:
+def sum_leading(
+    x: Float[Array, "..."], num_axes: int, by_matmul: bool = False
+) -> Float[Array, "..."]:
     """Sums over the first `num_axes` axes in at least float32, as a matmul by ones if asked to."""
     if not by_matmul:
         return cells.widen(x).sum(tuple(range(num_axes)))

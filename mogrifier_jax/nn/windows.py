@@ -1,6 +1,7 @@
 """Runs a cell over a window by the plan of its platform, in chunks if `remat_window` is set.
 
-Axes: T time, B batch, H hidden features. `recurrence.py` has the algorithm, `plans.py` the plans.
+Axes: T time, B batch, D input features, H hidden features. `recurrence.py` has the algorithm,
+`plans.py` the plans.
 """
 
 import functools
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from mogrifier_jax.nn import cells, plans, recurrence, taps
 
@@ -17,16 +20,16 @@ from mogrifier_jax.nn import cells, plans, recurrence, taps
 def scan(
     step: recurrence.Step,
     params: cells.Params,
-    carry: cells.State,
-    xs: jax.Array,
+    carry: recurrence.State,
+    xs: Float[Array, "T B D"],
     masks: recurrence.Masks,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     input_map: cells.Params | None = None,
     remat_window: int | None = None,
     unroll: int = 1,
-) -> tuple[cells.State, jax.Array]:
-    """Runs `step` over the leading axis of xs and scanned masks; returns (carry, hs [T, B, H]).
+) -> tuple[recurrence.State, Float[Array, "T B H"]]:
+    """Runs `step` over the leading axis of xs and scanned masks; returns (carry, hs).
 
     Args:
       params: a tree in the storage dtype. Leaves with two or more axes are matrices; the step uses
@@ -48,8 +51,8 @@ def scan(
 
     @jax.checkpoint
     def run_chunk(
-        carry: cells.State, chunk: tuple[jax.Array, recurrence.Arrays]
-    ) -> tuple[cells.State, jax.Array]:
+        carry: recurrence.State, chunk: tuple[Float[Array, "T B D"], recurrence.Arrays]
+    ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
         xs, scanned = chunk
         return run(params, input_map, carry, xs, masks._replace(scanned=scanned))
 
@@ -69,7 +72,7 @@ def scan(
 
 def _run_window(
     step: recurrence.Step, dtype: np.dtype, unroll: int, *operands: Any
-) -> tuple[cells.State, jax.Array]:
+) -> tuple[recurrence.State, Float[Array, "T B H"]]:
     """Runs a window by its plan; operands are (params, input_map, carry, xs, masks)."""
     params, input_map, carry, xs, _ = operands
     maps = taps.Taps(params, dtype)
@@ -88,7 +91,7 @@ def _run_window(
         carry_parts_alike=len(carry) > 1 and len({(a.shape, a.dtype) for a in carry}) == 1,
     )
 
-    def run(plan: plans.Plan, *operands: Any) -> tuple[cells.State, jax.Array]:
+    def run(plan: plans.Plan, *operands: Any) -> tuple[recurrence.State, Float[Array, "T B H"]]:
         setting = recurrence.Setting(step, dtype, unroll, plan)
         if plan.rows_from_one > 1:
             return _run_with_padded_rows(setting, *operands)
@@ -101,14 +104,14 @@ def _run_with_padded_rows(
     setting: recurrence.Setting,
     params: cells.Params,
     input_map: cells.Params | None,
-    carry: cells.State,
-    xs: jax.Array,
+    carry: recurrence.State,
+    xs: Float[Array, "T B D"],
     masks: recurrence.Masks,
-) -> tuple[cells.State, jax.Array]:
+) -> tuple[recurrence.State, Float[Array, "T B H"]]:
     """Runs a window whose rows are each followed by rows of zeros, and drops their results."""
     factor = setting.plan.rows_from_one
 
-    def pad(a: jax.Array, axis: int) -> jax.Array:
+    def pad(a: Array, axis: int) -> Array:
         if a.ndim <= axis:  # One number for all rows.
             return a
         # New rows go beside each row, so that each row stays on its device.

@@ -220,7 +220,7 @@ def change(layout, drop=(), rename=(), **more):
         (change(plain, lstm__weight_hh=draw(4 * H)), {}, r"are not of an LSTM"),
         ([], {}, r"a mapping of names to tensors"),
         (change(plain), {"rounds": 5}, r"rounds 5 needs gating maps, and there are none"),
-        (change(shared_pair), {"rounds": -1}, r"rounds -1 must be a whole number"),
+        (change(shared_pair), {"rounds": -1}, r"rounds -1 must be at least 0"),
         (
             change(two_lists, rename=[("Q.", "a."), ("R.", "b.")]),
             {},

@@ -24,7 +24,7 @@ V, H, E, T, B = 7, 5, 3, 6, 2
         (dict(hidden_size=0), r"hidden_size 0 must be at least 1"),
         (dict(embedding_size=0), r"embedding_size 0 must be at least 1"),
         (dict(vocab_size=0), r"vocab_size 0 must be at least 1"),
-        (dict(cell_options=dict(rounds=-1)), "rounds -1 must be .* from 0"),
+        (dict(cell_options=dict(rounds=-1)), "rounds -1 must be at least 0"),
         (dict(cell_options=dict(rank=9)), r"rank 9 is larger than both .* at most 5"),
         (dict(remat_window=0), r"remat_window 0 must be at least 1"),
     ],

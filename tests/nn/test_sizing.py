@@ -73,7 +73,8 @@ def test_rows_by_vocabulary_begin_where_the_table_says(name):
 @pytest.mark.parametrize("embedding_size, hidden_size", [(498, 787), (493, 790)])
 def test_copy_task_sizes_are_maximal(embedding_size, hidden_size):
     def make_copier(h):
-        return models.EncoderDecoder(1003, h, embedding_size, cell_options={"rounds": 0})
+        sizes = (1003, h, embedding_size)
+        return models.EncoderDecoder(*sizes, num_layers=1, cell_options={"rounds": 0})
 
     model = make_copier(hidden_size)
     assert count(model) <= 10_000_000 < count(make_copier(hidden_size + 1))
