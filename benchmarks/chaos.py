@@ -14,7 +14,7 @@ An unbroken run of `experiments/pydoc.py:tiny` is the reference. What must hold:
   UsageError.
 - Nothing prints a traceback or hangs, and exit codes are those of docs/pods.md.
 
-The report grows in `<folder>/report.txt`. With `--broken`, each series runs while a check of the
+The report grows in `<folder>/report.txt`, beside the outputs with faults. With `--broken`, each series runs while a check of the
 package is switched off (`BREAKS`), and must find at least one fault.
 
 Each start is a fork of a process that has imported the package and has not started JAX, which
@@ -103,15 +103,18 @@ def start(
         sys.argv = ["main", *arguments]
         if prepare is not None:
             prepare()
-        main.run()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int | None) else 1
+        try:
+            main.run()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int | None) else 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        sys.stdout.flush()
+        sys.stderr.flush()
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+    finally:
+        os._exit(code or 0)  # Whatever happens, a fork does not go on with the series.
 
 
 def finish(pid: int) -> int:
@@ -147,6 +150,7 @@ class Report:
         """Adds a fault, with the last line of the output, unless something holds."""
         if not holds:
             said = read_output(log).strip().splitlines()
+            shutil.copy(log, log.with_name(f"fault{len(self.faults)}.log"))
             self.add_fault(f"{what} | {said[-1][:300] if said else ''}")
 
     def check_output(
