@@ -14,8 +14,9 @@ An unbroken run of `experiments/pydoc.py:tiny` is the reference. What must hold:
   UsageError.
 - Nothing prints a traceback or hangs, and exit codes are those of docs/pods.md.
 
-The report grows in `<folder>/report.txt`, beside the outputs with faults. With `--broken`, each series runs while a check of the
-package is switched off (`BREAKS`), and must find at least one fault.
+The report grows in `<folder>/report.txt`, beside the outputs with faults. With `--broken`, each
+series runs while a check of the package is switched off (`BREAKS`), and must find at least one
+fault.
 
 Each start is a fork of a process that has imported the package and has not started JAX, which
 saves the time of the imports. Full disks are small tmpfs mounts, which only root can make; without
