@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax
 from absl import logging
 
 from mogrifier_jax import errors
@@ -150,7 +149,7 @@ class Mirror:
 
     def start(self, exclusive: bool) -> None:
         """Copies what is there and begins to write what changes."""
-        first = jax.process_index() == 0
+        first = _is_first_process()
         if exclusive and first:
             self._lease = _Lease(self._store, self.url)
         if first or not exclusive:
@@ -210,7 +209,7 @@ class Mirror:
         try:
             if self._lease is not None:
                 self._lease.renew()
-            if jax.process_index() == 0:
+            if _is_first_process():
                 self.push()
             if self._lease is not None:
                 self._lease.release()
@@ -487,6 +486,13 @@ def _normalised(url: Any) -> str:
     """The address with two slashes after its scheme and none at its end."""
     scheme, _, rest = str(url).partition(":")
     return f"{scheme}://{rest.strip('/')}"
+
+
+def _is_first_process() -> bool:
+    # Here, because `main.py` imports this module before it handles signals and the failures of JAX.
+    import jax
+
+    return jax.process_index() == 0
 
 
 def _make_folder(name: str) -> pathlib.Path:

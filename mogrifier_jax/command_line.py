@@ -255,6 +255,10 @@ def check_arguments(given: Sequence[tuple[str, str]]) -> None:
             raise errors.UsageError(
                 f"--{name} has no effect, because all log lines go to stderr; leave it out"
             )
+        if name == "undefok":  # Of absl, which would ignore the flags that it names.
+            raise errors.UsageError(
+                f"--undefok={value} would let unknown flags be ignored; leave out both"
+            )
     if mode == "evaluate":
         _check_methods(values)
     if values.get("eval.text") and "eval.splits" in values:

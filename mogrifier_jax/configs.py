@@ -76,7 +76,7 @@ def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
             _section(config, sections)[last] = value
     except TypeError:
         kind = options.KINDS[declared[name].kind]
-        raise errors.UsageError(f"{name} {value!r} must be {kind}") from None
+        raise errors.UsageError(f"{name} {errors.show(value)} must be {kind}") from None
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def load_config(name: str) -> config_dict.ConfigDict:
         code = getattr(get_config, "__code__", None)
         where = f"{path}, line {code.co_firstlineno}" if code else path
         raise errors.UsageError(
-            f"{where}: get_config returns {config!r}; return the result of configs.base"
+            f"{where}: get_config returns {errors.show(config)}; return the result of configs.base"
         )
     return config
 

@@ -69,7 +69,12 @@ def open_regular(path: str | os.PathLike, remedy: str = COPY) -> IO[bytes]:
 
 def find_irregular(folder: pathlib.Path) -> pathlib.Path | None:
     """The first entry below a folder that is neither a regular file nor a folder, or None."""
-    for place, _, names in os.walk(folder):
+    seen: set[tuple[int, int]] = set()
+    for place, _, names in os.walk(folder, followlinks=True):
+        about = os.stat(place)
+        if (about.st_dev, about.st_ino) in seen:  # Links may lead in circles.
+            return pathlib.Path(place)
+        seen.add((about.st_dev, about.st_ino))
         for path in (pathlib.Path(place, name) for name in names):
             if not path.is_file():
                 return path

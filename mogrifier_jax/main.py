@@ -7,6 +7,7 @@
 people or their machines can cause ends with one sentence and the exit code of `errors.py`.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -43,6 +44,7 @@ def run() -> None:
         command_process.end(f"UsageError: JAX cannot start: {error}; correct the variable", 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signals.interrupt)
+    ignored, sys.unraisablehook = sys.unraisablehook, signals.deliver_again
     try:
         if requests:
             signals.interrupt()
@@ -62,6 +64,9 @@ def run() -> None:
         command_process.end(message, 128 + signal.SIGINT)
     finally:
         signals.interrupted.clear()
+        sys.unraisablehook = ignored
+        # The exit of Python takes a while, and a signal then would change the exit code.
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
 
 def _run_mode(argv: Sequence[str]) -> None:

@@ -59,7 +59,8 @@ class Option(NamedTuple):
         if self.kind is tuple:
             element = self._replace(kind=float, required=True)
             reasons = ((each, element.refusal(each)) for each in value)
-            return next((f"of which {each!r} {reason}" for each, reason in reasons if reason), None)
+            refused = ((errors.show(each), reason) for each, reason in reasons if reason)
+            return next((f"of which {each} {reason}" for each, reason in refused), None)
         choices = self.list_choices()
         if not choices or value in choices:
             return None

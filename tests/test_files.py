@@ -128,6 +128,20 @@ def test_what_is_not_regular_in_a_folder_is_found(tmp_path):
     assert files.find_irregular(tmp_path) == pipe
 
 
+def test_what_is_not_regular_is_found_behind_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "folder").mkdir()
+    link = tmp_path / "folder" / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    assert files.find_irregular(tmp_path / "folder") is None
+    make_pipe(tmp_path / "elsewhere" / "pipe")
+    assert files.find_irregular(tmp_path / "folder") == link / "pipe"
+    (tmp_path / "elsewhere" / "pipe").unlink()
+    circle = tmp_path / "elsewhere" / "circle"
+    circle.symlink_to(tmp_path / "folder")
+    assert files.find_irregular(tmp_path / "folder") == link / "circle"
+
+
 ARRAYS = {"tokens": files.Array("iu", 1), "about": files.Array("U", 0)}
 
 

@@ -413,6 +413,7 @@ def test_a_mode_has_the_flags_that_it_reads(mode):
         ),
         ([TINY, "--verbosity=1"], "--verbosity has no effect"),
         ([TINY, "--log_dir=x"], "--log_dir has no effect"),
+        ([TINY, "--undefok=sead", "--sead=7"], "--undefok=sead would let unknown flags be ignored"),
     ],
 )
 def test_flags_that_would_be_ignored_are_refused(command, trained, arguments, words):
@@ -528,6 +529,27 @@ def test_sigterm_that_a_library_swallows_is_a_stop_as_well(command, monkeypatch)
         signal.signal(signal.SIGTERM, previous)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_inside_a_destructor_is_not_lost(command, monkeypatch, number, code):
+    class Destroyed:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    def prepare(*_, **__):
+        Destroyed()
+        time.sleep(10)
+        pytest.fail("the signal was lost")
+
+    previous = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    monkeypatch.setattr(train, "train_and_evaluate", prepare)
+    try:
+        found, output = command(TINY, "--workdir=x")
+    finally:
+        signal.signal(signal.SIGTERM, previous[0])
+        signal.signal(signal.SIGINT, previous[1])
+    assert found == code and "Traceback" not in output and "ignored" not in output
+
+
 def test_sigterm_waits_for_the_end_of_what_must_not_be_interrupted():
     previous = signal.signal(signal.SIGTERM, signals.interrupt)
     done = []
@@ -541,6 +563,26 @@ def test_sigterm_waits_for_the_end_of_what_must_not_be_interrupted():
     finally:
         signal.signal(signal.SIGTERM, previous)
         signals.interrupted.clear()
+
+
+EXIT_SCRIPT = """
+import atexit, sys, time
+from mogrifier_jax import main
+atexit.register(lambda: (print("exiting", flush=True), time.sleep(3)))
+sys.argv = ["main", "--mode=config"]
+main.run()
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_after_the_end_does_not_change_the_exit_code():
+    command = [sys.executable, "-c", EXIT_SCRIPT]
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        while process.stdout.readline() != "exiting\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate()
+    assert process.returncode == 0 and not said
 
 
 PARENT_SCRIPT = """

@@ -26,6 +26,7 @@ from mogrifier_jax import (
     failures,
     jax_settings,
     nnx,
+    options,
 )
 from mogrifier_jax.analysis import sweeps
 from mogrifier_jax.data import corpora, vocabularies
@@ -163,6 +164,18 @@ NONSENSE = {
     "lengths of numbers": (
         lambda m: run_linen(seq_lengths=np.zeros((2, 3))),
         r"^seq_lengths array[^\n]* must be",
+    ),
+    "a key of numbers": (
+        lambda m: configs.base({"model": {"rounds": np.zeros((2, 3))}}),
+        r"^model.rounds array[^\n]* must be a whole number$",
+    ),
+    "a fraction of numbers": (
+        lambda m: options.check_values({"x": [np.zeros((2, 3))]}, {"x": options.Option(tuple)}),
+        r"^x [^\n]* of which array[^\n]* must be a number",
+    ),
+    "a cell of numbers": (
+        lambda m: from_flax.to_flax(np.zeros((2, 3))),
+        r"^array[^\n]* is not a cell",
     ),
     "load('')": (lambda m: trained_model.load(""), "workdir is an empty text; give"),
     "to_flax": (lambda m: from_flax.to_flax(5), "5 is not a cell"),
@@ -347,6 +360,20 @@ def test_a_run_ends_well_in_a_strange_environment(tmp_path):
     assert (tmp_path / "strange" / "learning_curve.png").exists()
     same = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("strange", "plain")]
     assert same[0] == same[1]
+
+
+@pytest.mark.slow
+def test_a_variable_that_jax_refuses_is_one_sentence():
+    """JAX reads it as it is imported, which must come after signals are handled, too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mogrifier_jax.main", "--mode=config"],
+        cwd=ROOT,
+        env=os.environ | {"JAX_DEFAULT_MATMUL_PRECISION": "nonsense"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "UsageError: JAX cannot start: " in done.stderr
+    assert "nonsense" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_variables_of_a_pod_that_do_not_fit_are_one_sentence(monkeypatch):

@@ -127,7 +127,7 @@ def with_params(cell: Any, params: cells.Params | None = None) -> Pair:
     if isinstance(cell, layers.Cell):
         return Pair(cell, dict(params or {}))
     if not isinstance(getattr(cell, "spec", None), layers.Cell):
-        raise errors.UsageError(f"{cell!r:.60} is not a cell of this package; give one")
+        raise errors.UsageError(f"{errors.show(cell)} is not a cell of this package; give one")
     return Pair(cell.spec, cell.params())
 
 

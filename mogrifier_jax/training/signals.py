@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -22,6 +23,27 @@ def interrupt(*_: Any) -> NoReturn:
     """
     interrupted.set()
     raise errors.Interrupted("stopped; repeat the command to resume from what is saved")
+
+
+def deliver_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """A `sys.unraisablehook`, which sends a signal again whose exception Python had to ignore.
+
+    A handler runs between any two instructions, also in a destructor or a callback of the garbage
+    collector. Python prints an exception that is raised there, and goes on.
+    """
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        number = signal.SIGINT
+    elif isinstance(unraisable.exc_value, errors.Interrupted):
+        number = signal.SIGTERM
+    else:
+        sys.__unraisablehook__(unraisable)
+        return
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    # A moment later, because the callback has not returned yet.
+    timer = threading.Timer(0.05, signal.pthread_kill, (main_thread, number))
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager
