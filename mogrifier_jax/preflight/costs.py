@@ -8,6 +8,7 @@ GPU compilers estimate nothing, which is why the FLOPs and the memory traffic of
 are counted as well. `times.py` turns all of this into seconds.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -91,6 +92,7 @@ class Analysis:
     costs: tuple[Cost, ...]
     loops: tuple[LoopCost, ...]
     collectives: tuple[Collective, ...]
+    executions: dict[str, int]  # Of every instruction that is executed, also of those without cost.
 
     @property
     def cycles(self) -> int:
@@ -122,7 +124,9 @@ def analyse(text: str) -> Analysis:
     program = hlo.parse(text)
     walk = _Walk(program)
     walk.computation(program.entry, [], 1)
-    return Analysis(tuple(walk.costs), tuple(walk.loops), tuple(walk.collectives))
+    return Analysis(
+        tuple(walk.costs), tuple(walk.loops), tuple(walk.collectives), dict(walk.executions)
+    )
 
 
 class _Walk:
@@ -133,6 +137,7 @@ class _Walk:
         self.costs: list[Cost] = []
         self.loops: list[LoopCost] = []
         self.collectives: list[Collective] = []
+        self.executions: collections.Counter[str] = collections.Counter()
 
     def computation(
         self, computation: hlo.Computation, arguments: list[trip_counts.Value], executions: int
@@ -140,6 +145,7 @@ class _Walk:
         """Adds the costs of a computation that is executed `executions` times."""
         evaluate = trip_counts.Evaluator(self.program, computation, arguments)
         for i in computation.instructions.values():
+            self.executions[i.name] += executions
             if i.opcode == "while":
                 self._loop(i, evaluate(i.operands[0]), executions)
             elif i.opcode == "conditional":
@@ -192,6 +198,7 @@ class _Walk:
         self.costs += most_expensive.costs
         self.loops += most_expensive.loops
         self.collectives += most_expensive.collectives
+        self.executions += most_expensive.executions
 
 
 def _collective(computation: hlo.Computation, i: hlo.Instruction, executions: int) -> Collective:

@@ -21,10 +21,31 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import abstract_tasks, tasks
 from mogrifier_jax.nn import models, plans
-from mogrifier_jax.preflight import costs, flops, memory, targets, times, topologies
+from mogrifier_jax.preflight import costs, flops, memory, schedules, targets, times, topologies
 from mogrifier_jax.training import evaluate, programs, runs, steps
 
+NO_SCHEDULE = (
+    "the TPU compiler wrote no schedule that can be read, so the time is the sum of its own "
+    "estimates alone"
+)
 _SAVED_PER_SECOND = 1e9  # Bytes of a checkpoint that a host writes per second: a round figure.
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledStep:
+    """A step by the schedule of the TPU compiler (`schedules.py`), on each chip."""
+
+    lower_seconds: float  # If no DMA and no collective is waited for.
+    upper_seconds: float  # If nothing overlaps with DMAs and collectives.
+    cycles: float  # The bundles of all executions.
+    dmas: float  # Waits for DMAs.
+    dma_bytes: float
+    dma_seconds: float
+    matrix_share: float  # Of the cycles in which matrix units work; NaN if they are unknown.
+    guesses: int  # Branches and sizes that depend on data.
+    evaluation_seconds: tuple[float, float]  # Of one turn, the lower and the upper end.
+    # Instructions with the most cycles: name, path in JAX, executions and cycles in one step.
+    dearest: tuple[tuple[str, str, float, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +79,15 @@ class Estimate:
     kernels: float = math.nan  # Launched in a step on each GPU; TPUs have none.
     peak_share: float = math.nan  # FLOPs per second, as a share of the chips' bfloat16 peak.
     compile_seconds: float = 0.0
+    schedule: ScheduledStep | None = None  # Of TPUs whose compiler wrote one.
     notes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """The time of a step if no collective overlaps with computation."""
+        """The time of a step if no collective overlaps with computation.
+
+        For TPUs this is the compiler's own estimate, and `schedule` has a range of its own.
+        """
         return self.compute_seconds + self.collective_seconds
 
     @property
@@ -73,15 +98,26 @@ class Estimate:
     @property
     def days(self) -> float:
         """The time of the whole schedule, including its evaluations and checkpoints."""
-        between = self.turns * (self.evaluation_seconds + self.saving_seconds)
-        return (self.steps * self.seconds + between) / 86_400
+        return self._days(self.seconds, self.evaluation_seconds)
+
+    @property
+    def scheduled_days(self) -> tuple[float, float] | None:
+        """The same by the lower and the upper end of the schedule."""
+        if self.schedule is None:
+            return None
+        ends = self.schedule.lower_seconds, self.schedule.upper_seconds
+        lower, upper = map(self._days, ends, self.schedule.evaluation_seconds)
+        return lower, upper
+
+    def _days(self, step: float, evaluation: float) -> float:
+        between = self.turns * (evaluation + self.saving_seconds)
+        return (self.steps * step + between) / 86_400
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and the properties above as plain values; None where a number is unknown."""
-        derived = ("seconds", "tokens_per_second", "days")
+        derived = ("seconds", "tokens_per_second", "days", "scheduled_days")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-        unknown = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-        return values | dict.fromkeys(unknown)
+        return _without_unknown(values)
 
     def in_one_line(self) -> str:
         """The split of the chips, whether it fits, and how fast it is."""
@@ -90,6 +126,33 @@ class Estimate:
             f"{memory.show_bytes(self.needed)}, {1e3 * self.seconds:.1f} ms a step, "
             f"{self.tokens_per_second:,.0f} tokens/s"
         )
+
+
+def _without_unknown(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None in place of numbers that are not finite."""
+    known = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = _without_unknown(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            value = None
+        known[key] = value
+    return known
+
+
+class _Compiled(NamedTuple):
+    """A program, its costs, and its schedule if the compiler wrote one."""
+
+    program: jax.stages.Compiled
+    analysis: costs.Analysis
+    schedule: schedules.Schedule | None
+
+
+def _compile(lowered: jax.stages.Lowered, target: targets.Target) -> _Compiled:
+    with schedules.Recording(target.chip) as recording:
+        program = lowered.compile()
+    analysis = costs.analyse(str(program.as_text()))
+    return _Compiled(program, analysis, recording.schedule(analysis))
 
 
 def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
@@ -118,7 +181,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
     notes = [assumed] if assumed else []
     started = time.perf_counter()
     try:
-        program = traced.lower().compile()
+        compiled = _compile(traced.lower(), target)
     except jax.errors.JaxRuntimeError as error:
         needed = memory.parse_refusal(str(error))
         if needed is None:
@@ -126,8 +189,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
         notes.append("the compiler refused the program because its temporaries exceed the memory")
         return Estimate(**common, fits=False, needed=needed, bytes={}, notes=tuple(notes))
     compile_seconds = time.perf_counter() - started
-    sizes = memory.needed_by(program)
-    analysis = costs.analyse(program.as_text())
+    sizes, analysis = memory.needed_by(compiled.program), compiled.analysis
     if analysis.unknown_loops:
         names = ", ".join(loop.op_name or loop.name for loop in analysis.unknown_loops)
         notes.append(
@@ -148,6 +210,11 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
         )
         evaluation = _Evaluation(target.chip.memory + 1, math.nan)
     needed = max(sizes.peak + sizes.code, evaluation.needed)
+    schedule = None
+    if compiled.schedule:
+        schedule = _scheduled_step(compiled.schedule, count, collective, evaluation.scheduled)
+    elif not gpu:
+        notes.append(NO_SCHEDULE)
     return Estimate(
         **common,
         fits=needed <= target.chip.memory,
@@ -159,7 +226,8 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
         compute_seconds=compute,
         collective_seconds=collective,
         collectives={k: (n / count, b / count) for k, (n, b) in analysis.by_kind().items()},
-        time_from="roofline of each kernel" if gpu else "XLA's cycles",
+        time_from="the roofline of each kernel" if gpu else "the compiler's own estimates",
+        schedule=schedule,
         kernels=sum(c.executions for c in analysis.costs) / count if gpu else math.nan,
         peak_share=per_chip / (compute + collective) / target.chip.peak_flops,
         compile_seconds=round(compile_seconds, 1),
@@ -178,11 +246,42 @@ def _model_flops(made: runs.Run, state: Any, stream: Any) -> int:
         return flops.count_flops(jax.make_jaxpr(step)(state, stream, made.hyper))
 
 
+def _scheduled_step(
+    whole: schedules.Schedule,
+    count: int,
+    collective: float,
+    evaluation: tuple[float, float],
+) -> ScheduledStep:
+    """One of the `count` steps of a scheduled program, with the seconds of its collectives."""
+    lower, dma_seconds = whole.lower_seconds / count, whole.dma_seconds / count
+    return ScheduledStep(
+        lower_seconds=lower,
+        upper_seconds=lower + dma_seconds + collective,
+        cycles=whole.total.bundles / count,
+        dmas=whole.total.dmas / count,
+        dma_bytes=whole.total.dma_bytes / count,
+        dma_seconds=dma_seconds,
+        matrix_share=whole.matrix_share,
+        guesses=whole.total.guesses,
+        evaluation_seconds=evaluation,
+        dearest=tuple(
+            (
+                part.name,
+                part.op_name,
+                part.executions / count,
+                part.executions * part.each.bundles / count,
+            )
+            for part in whole.dearest()
+        ),
+    )
+
+
 class _Evaluation(NamedTuple):
     """The costs of the evaluation before a turn."""
 
     needed: int  # Bytes on each chip.
     seconds: float
+    scheduled: tuple[float, float] = (math.nan, math.nan)  # The same by both ends of the schedule.
 
 
 def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) -> _Evaluation:
@@ -192,13 +291,13 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
     program of the temperature search, which tries several at once. So it is an upper bound.
     """
     if tasks.kind_of(made.config.data).encoder_decoder:
-        return _Evaluation(held, 0.0)
+        return _Evaluation(held, 0.0, (0.0, 0.0))
     turn, settings = programs.make_turn_evaluation(made), made.config.evaluation
     valid = turn.whole("valid")
     passes = 0 if settings.softmax_temperature else len(evaluate.TEMPERATURES) // evaluate.AT_ONCE
     short = settings.train_windows + passes * turn.search_windows
     whole = evaluate.limit_windows(valid.plan, settings.max_windows)
-    needed, seconds = held, 0.0
+    needed, seconds, lower, upper = held, 0.0, 0.0, 0.0
     for each_pass, temperatures, windows in (
         (turn.search, evaluate.AT_ONCE, short),
         (valid, 1, whole),
@@ -218,15 +317,18 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
             keep=False,
         )
         at = jax.ShapeDtypeStruct((temperatures,), jnp.float32)
-        program = jax.jit(run).lower(params, plan.stream, carry, 0, logit_scales=at).compile()
+        lowered = jax.jit(run).lower(params, plan.stream, carry, 0, logit_scales=at)
+        program, analysis, schedule = _compile(lowered, target)
         sizes = memory.needed_by(program)
-        analysis = costs.analyse(str(program.as_text()))
-        each = times.compute_seconds(analysis, target.chip)
-        each += times.collective_seconds(analysis, target)
+        collective = times.collective_seconds(analysis, target)
+        each = times.compute_seconds(analysis, target.chip) + collective
         seconds += windows * each / chunk
+        at_least = schedule.lower_seconds if schedule else math.nan
+        at_most = at_least + schedule.dma_seconds + collective if schedule else math.nan
+        lower, upper = lower + windows * at_least / chunk, upper + windows * at_most / chunk
         # The evaluated weights may be averages, which exist in addition to those of training.
         needed = max(needed, held + sizes.peak + sizes.code)
-    return _Evaluation(needed, seconds)
+    return _Evaluation(needed, seconds, (lower, upper))
 
 
 def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> list[Estimate]:

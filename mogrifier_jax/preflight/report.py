@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 from typing import Any
 
+import jax
 from ml_collections import config_dict
 
 from mogrifier_jax.preflight import estimates, memory, targets
@@ -31,6 +32,9 @@ def preflight(
       json_path: a file for all numbers.
     """
     target = targets.parse(topology)
+    if target.chip.kind == "tpu":
+        # The compiler writes a schedule only when it compiles.
+        jax.config.update("jax_enable_compilation_cache", False)
     if search:
         ranked = estimates.examine_splits(config, target)
     else:
@@ -61,9 +65,11 @@ def to_table(estimate: estimates.Estimate) -> str:
             ("while evaluating", show(estimate.evaluation_needed)),
         ],
     }
+    if estimate.schedule:
+        sections["time of a step, by the schedule that the compiler made"] = _scheduled(estimate)
     if estimate.time_from:
         share = estimate.collective_seconds / estimate.seconds
-        sections[f"time of a step, estimated ({estimate.time_from})"] = [
+        sections[f"time of a step, by {estimate.time_from}"] = [
             ("milliseconds", f"{1e3 * estimate.seconds:.1f}"),
             ("  in collectives", f"{1e3 * estimate.collective_seconds:.1f} ({share:.0%})"),
             *(
@@ -82,6 +88,32 @@ def to_table(estimate: estimates.Estimate) -> str:
             ),
         ]
     return "\n".join([summaries.table(sections), *estimate.notes])
+
+
+def _scheduled(estimate: estimates.Estimate) -> list[tuple[str, Any]]:
+    """The rows of the schedule: from everything overlapped to nothing overlapped."""
+    step, show = estimate.schedule, memory.show_bytes
+    days = estimate.scheduled_days
+    assert step and days
+    ends = step.lower_seconds, step.upper_seconds
+    tokens = [estimate.batch_size * estimate.window / end for end in reversed(ends)]
+    matrix = [("matrix units busy", f"{step.matrix_share:.0%}")] if step.matrix_share >= 0 else []
+    guesses = [("branches guessed", step.guesses)] if step.guesses else []
+    return [
+        ("milliseconds", " to ".join(f"{1e3 * end:.1f}" for end in ends)),
+        ("  cycles alone", f"{1e3 * step.lower_seconds:.1f} ({units.quantity(step.cycles)})"),
+        ("  waits for DMAs, at most", f"{1e3 * step.dma_seconds:.1f}"),
+        ("    number, bytes", f"{step.dmas:,.0f}, {show(step.dma_bytes)}"),
+        ("  collectives, at most", f"{1e3 * estimate.collective_seconds:.1f}"),
+        *matrix,
+        *guesses,
+        ("tokens per second", " to ".join(f"{rate:,.0f}" for rate in tokens)),
+        (
+            "seconds of an evaluation",
+            " to ".join(f"{end:.2f}" for end in step.evaluation_seconds),
+        ),
+        ("days in all", " to ".join(f"{end:.2f}" for end in days)),
+    ]
 
 
 def write_json(path: str, ranked: list[estimates.Estimate]) -> None:

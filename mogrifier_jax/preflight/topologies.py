@@ -9,7 +9,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.preflight import chips, targets
+from mogrifier_jax.preflight import chips, schedules, targets
 
 
 def describe_topology(target: targets.Target) -> topologies.TopologyDescription:
@@ -40,6 +40,7 @@ def _describe_tpu(target: targets.Target) -> topologies.TopologyDescription:
         ("TPU_WORKER_HOSTNAMES", "localhost"),
     ):
         os.environ.setdefault(variable, value)
+    schedules.request_listings()
     options: dict[str, Any] = {}
     if target.num_chips == 1:
         options["chips_per_host_bounds"] = [1, 1, 1]  # By default a host has 2x2 chips.
