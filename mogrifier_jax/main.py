@@ -243,10 +243,10 @@ def show_config() -> None:
     config = configs.base(require_config())
     configs.check(config)
     if FLAGS.json:
-        from mogrifier_jax.training import workdirs
+        from mogrifier_jax.training import atomic_files
 
-        workdirs.check_output(FLAGS.json, "--json")
-        workdirs.replace_text(FLAGS.json, config.to_json_best_effort(indent=2) + "\n")
+        atomic_files.check_output(FLAGS.json, "--json")
+        atomic_files.replace_text(FLAGS.json, config.to_json_best_effort(indent=2) + "\n")
         return
     declared = config_keys.keys()
     for name, value in sorted(configs.flatten(config).items()):
@@ -279,11 +279,11 @@ def local_paths() -> Iterator[None]:
 
 def check_outputs() -> None:
     """Refuses places for results that cannot be written to, before the results are computed."""
-    from mogrifier_jax.training import workdirs
+    from mogrifier_jax.training import atomic_files
 
     for name in ("json", "output", "report"):
-        workdirs.check_output(FLAGS[name].value, f"--{name}")
-    workdirs.check_output(FLAGS.eval.output, "--eval.output")
+        atomic_files.check_output(FLAGS[name].value, f"--{name}")
+    atomic_files.check_output(FLAGS.eval.output, "--eval.output")
 
 
 def require_config() -> Any:

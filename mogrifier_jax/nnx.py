@@ -284,11 +284,7 @@ class RNN(nnx.Module):
     Args:
       cell: a cell of this package or of NNX. What follows it up to `rngs` is as in `nnx.RNN`.
       rngs: the streams "carry", for a cell with `carry_init`, and "dropout", for masks.
-      fast: False runs a plain scan, which forward-mode derivatives need.
-      remat_window: saves memory: the carry is kept only once in this many steps, and what lies
-        between is computed again in the backward pass.
-      state_dropout: the rate at which units of the h that the gates read are dropped, the same
-        units at every step.
+      fast, remat_window, state_dropout: as in `mogrifier_jax.RNN`.
       deterministic: whether masks are left out; `eval()` sets it.
     """
 
@@ -359,10 +355,7 @@ class RNN(nnx.Module):
 
         Args:
           inputs: [..., time, features], or [time, ..., features] if `time_major`.
-          deterministic: True leaves all masks out.
-          resets: [..., time], or [time, ...] if `time_major`: the steps that start from
-            `cell.initialize_carry` instead of the carry of the step before, as in
-            `mogrifier_jax.RNN`.
+          deterministic, resets: as in `mogrifier_jax.RNN`.
 
         Returns:
           the outputs [..., time, hidden]; (carry, outputs) if `return_carry`.

@@ -30,6 +30,7 @@ from mogrifier_jax.evaluation import (
     scored_texts,
 )
 from mogrifier_jax.training import (
+    atomic_files,
     checkpoints,
     learning_curves,
     logs,
@@ -410,7 +411,7 @@ def test_a_workdir_that_keeps_no_results_is_refused_before_the_work(folder, monk
         def refuse(*_, **__):
             raise OSError(errno.EROFS, "Read-only file system")
 
-        monkeypatch.setattr(workdirs.tempfile, "TemporaryFile", refuse)
+        monkeypatch.setattr(atomic_files.tempfile, "TemporaryFile", refuse)
     elif trouble == "a file for a folder":
         (folder / "tokens").touch()
     else:
@@ -464,10 +465,10 @@ def test_a_file_is_replaced_whole_and_by_no_trick(tmp_path):
     precious.write_text("old")
     (tmp_path / "evaluation.json.tmp").symlink_to(precious)
     path.symlink_to(precious)
-    workdirs.replace_text(path, "new")
+    atomic_files.replace_text(path, "new")
     assert (path.read_text(), precious.read_text()) == ("new", "old")
     assert path.stat().st_mode & 0o777 == (tmp_path / "precious").stat().st_mode & 0o777
-    with pytest.raises(OSError, match="full"), workdirs.replacing(path) as file:
+    with pytest.raises(OSError, match="full"), atomic_files.replacing(path) as file:
         file.write(b"half")
         raise OSError(errno.ENOSPC, "full")
     assert path.read_text() == "new"
@@ -482,15 +483,15 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
         each.touch()
         os.utime(each, (1, 1))
     with mine.open("rb") as file:
-        assert workdirs.lock(file)  # As somebody who is still writing it.
+        assert atomic_files.lock(file)  # As somebody who is still writing it.
         (tmp_path / f".{path.name}.00000000.tmp").touch()  # Or has just begun.
-        workdirs.replace_text(path, "new")
+        atomic_files.replace_text(path, "new")
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {path.name, others.name, mine.name, f".{path.name}.00000000.tmp"}
 
 
 def test_a_device_is_written_to_and_stays_one():
-    workdirs.replace_text("/dev/null", "gone")
+    atomic_files.replace_text("/dev/null", "gone")
     assert pathlib.Path("/dev/null").is_char_device()
 
 
@@ -500,8 +501,8 @@ def test_outputs_are_checked_before_the_work(place, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(errors.UsageError, match="cannot be written"):
-        workdirs.check_output(place, "--json")
-    workdirs.check_output("new/fine.json", "--json")  # Control.
+        atomic_files.check_output(place, "--json")
+    atomic_files.check_output("new/fine.json", "--json")  # Control.
 
 
 ROW = {"method": "mc", "text": "valid", "nats": 1.5, "tokens": 3}
@@ -648,7 +649,7 @@ def test_a_pipe_in_place_of_metrics_does_not_hang(tmp_path, name, caplog):
         assert (tmp_path / "speed.jsonl.damaged").is_fifo() and "speed.jsonl" in caplog.text
 
 
-@pytest.mark.parametrize("check", [workdirs.check_output, workdirs.replace_text])
+@pytest.mark.parametrize("check", [atomic_files.check_output, atomic_files.replace_text])
 def test_a_pipe_that_nobody_reads_is_no_output(tmp_path, check):
     os.mkfifo(tmp_path / "pipe")
     assert isinstance(test_files.in_time(check, tmp_path / "pipe", "--json"), Exception)

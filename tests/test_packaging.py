@@ -148,11 +148,11 @@ print(bool(jax.jit(loss)(optax.apply_updates(variables, updates)) < value))
     assert run(example + step).splitlines() == ["(2, 10, 64)", "True"]
 
 
-def test_importing_loads_nothing_but_flax_and_what_is_ours(run):
+def test_importing_loads_nothing_but_flax_jaxtyping_and_what_is_ours(run):
     statements = (
         "import flax",
         "import mogrifier_jax",
-        "import flax.linen, absl.logging",
+        "import flax.linen, absl.logging; from jaxtyping import PyTree",
         "from mogrifier_jax import MogrifierLSTMCell, LanguageModel",
         "import mogrifier_jax.training.train",
     )

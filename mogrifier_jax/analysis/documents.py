@@ -15,7 +15,7 @@ from typing import Any
 
 from mogrifier_jax import files
 from mogrifier_jax.evaluation import paper_tables
-from mogrifier_jax.training import workdirs
+from mogrifier_jax.training import atomic_files
 
 Rows = Sequence[Mapping[str, Any]]  # Of a table, by the names of its columns.
 
@@ -30,13 +30,13 @@ def replace_section(report: pathlib.Path, name: str, content: str) -> None:
     """Replaces the section of this name, or adds it at the end if the document has none."""
     section = f"<!-- {name} -->\n{content}<!-- end -->"
     pattern = re.compile(rf"<!-- {re.escape(name)} -->.*?<!-- end -->", re.DOTALL)
-    with workdirs.locked(report.parent):
+    with atomic_files.locked(report.parent):
         text = files.read_text(report, "give another document") if report.is_file() else ""
         if pattern.search(text):
             text = pattern.sub(lambda _: section, text)
         else:
             text += f"{section}\n"
-        workdirs.replace_text(report, text)
+        atomic_files.replace_text(report, text)
 
 
 def align_table(table: str) -> str:

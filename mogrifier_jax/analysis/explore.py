@@ -21,7 +21,7 @@ from mogrifier_jax import errors, options
 from mogrifier_jax.analysis import explore_data, inspection
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import loading, scored_texts, trained_model
-from mogrifier_jax.training import workdirs
+from mogrifier_jax.training import atomic_files, workdirs
 
 MAX_TOKENS = 2_000  # With more, the columns of a map would be too narrow to see.
 MAX_RUNS = 4
@@ -50,7 +50,7 @@ class Page:
         path = pathlib.Path(path)
         if not path.parent.is_dir():
             raise errors.UsageError(f"{path.parent} is not a folder; create it first")
-        workdirs.replace_text(path, self.html)
+        atomic_files.replace_text(path, self.html)
         return path
 
 

@@ -18,7 +18,7 @@ from mogrifier_jax import errors
 from mogrifier_jax.analysis import documents, gate_statistics, token_losses
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import loaded_run, loading, paper_tables, scored_texts
-from mogrifier_jax.training import evaluate, workdirs
+from mogrifier_jax.training import atomic_files, evaluate
 
 NAMES = {
     "lstm": "LSTM",
@@ -90,7 +90,7 @@ def inspect(
         if document:
             documents.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
     if json_path:
-        workdirs.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
+        atomic_files.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
     return merged
 
 

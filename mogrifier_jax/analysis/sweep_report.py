@@ -14,7 +14,7 @@ from absl import logging
 
 from mogrifier_jax import configs
 from mogrifier_jax.analysis import documents, sweep_figures, sweep_results, sweep_tables
-from mogrifier_jax.training import learning_curves, summaries, workdirs
+from mogrifier_jax.training import atomic_files, learning_curves, summaries, workdirs
 
 
 def write(
@@ -41,7 +41,7 @@ def write(
     endings = (".json", ".md", ".png", "_curves.png")
     numbers, table, scores, curves = (pathlib.Path(workdir) / f"{name}{end}" for end in endings)
     workdirs.write_json(workdir, numbers.name, rows)
-    workdirs.replace_text(table, sweep_tables.to_markdown(title, rows, variants.x_label))
+    atomic_files.replace_text(table, sweep_tables.to_markdown(title, rows, variants.x_label))
     try:
         learning_curves.save_figure(sweep_figures.draw_scores(variants, rows, title), scores)
         learning_curves.save_figure(sweep_figures.draw_learning_curves(rows, title), curves)

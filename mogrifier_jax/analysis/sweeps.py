@@ -21,7 +21,15 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, errors, files, options
 from mogrifier_jax.analysis import sweep_report, sweep_results
 from mogrifier_jax.data import tasks
-from mogrifier_jax.training import checkpoints, processes, runs, train, units, workdirs
+from mogrifier_jax.training import (
+    atomic_files,
+    checkpoints,
+    processes,
+    runs,
+    train,
+    units,
+    workdirs,
+)
 
 
 class Job(NamedTuple):
@@ -274,7 +282,7 @@ def add_seconds(job: Job, seconds: float, hardware: str) -> None:
 def write_record(folder: pathlib.Path, **values: Any) -> None:
     """Sets values in the record of a run, and keeps the others."""
     folder.mkdir(parents=True, exist_ok=True)
-    with workdirs.locked(folder):
+    with atomic_files.locked(folder):
         workdirs.write_json(folder, "sweep.json", {**sweep_results.read_record(folder), **values})
 
 

@@ -31,7 +31,7 @@ from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import array_digests, loaded_run, montecarlo
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, state_arrays, workdirs
+from mogrifier_jax.training import atomic_files, evaluate, state_arrays
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 COPIES = 4  # Weight-sized arrays of one adaptation: weights, gradient, temporaries.
@@ -438,5 +438,5 @@ def _write_statistics(path: pathlib.Path, origin: str, statistics: Statistics) -
     }
     arrays |= {"mean": np.asarray(statistics.mean), "losses": np.asarray(statistics.losses)}
     digest = array_digests.digest_arrays(origin, dict(sorted(arrays.items())))
-    with workdirs.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         np.savez(file, digest=np.array(digest), **arrays)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from mogrifier_jax.evaluation import (
     paper_tables,
     token_files,
 )
-from mogrifier_jax.training import evaluate, units, workdirs
+from mogrifier_jax.training import atomic_files, evaluate, units, workdirs
 
 
 def evaluate_workdirs(
@@ -54,7 +54,7 @@ def evaluate_workdirs(
         if jax.process_index() == 0:
             print(markdown)
             if options.output:
-                workdirs.replace_text(pathlib.Path(options.output), markdown)
+                atomic_files.replace_text(pathlib.Path(options.output), markdown)
     return evaluations
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mogrifier_jax import errors, files
 from mogrifier_jax.evaluation import methods, paper_tables
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import summaries, units, workdirs
+from mogrifier_jax.training import atomic_files, summaries, units, workdirs
 
 FILE = "evaluation.json"
 SCHEMA = {
@@ -53,7 +53,7 @@ def start_evaluation(scorer: methods.Scorer) -> dict[str, Any]:
 
 def add_result(folder: str, evaluation: dict[str, Any], result: Mapping[str, Any]) -> None:
     """Adds a result to the file, to which other processes may add theirs at the same time."""
-    with workdirs.locked(folder):
+    with atomic_files.locked(folder):
         _copy_earlier_results(folder, evaluation)
         same = ("method", "text", "source")  # An earlier result with these values is replaced.
         evaluation["results"] = [

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from mogrifier_jax import errors, files
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import array_digests, loaded_run
-from mogrifier_jax.training import runs, state_arrays, workdirs
+from mogrifier_jax.training import atomic_files, runs, state_arrays, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
 METADATA = {  # The schemas of those metadata that are JSON.
@@ -53,7 +53,7 @@ def save_file(loaded: loaded_run.LoadedRun, path: str | os.PathLike) -> None:
 
     It mentions no folder of this machine.
     """
-    workdirs.check_output(path, "path")
+    atomic_files.check_output(path, "path")
     errors.check(bool(path), f"path {path!r} names no file; give one")
     config = loaded.config.copy_and_resolve_references()
     with config.unlocked():
@@ -70,7 +70,7 @@ def save_file(loaded: loaded_run.LoadedRun, path: str | os.PathLike) -> None:
         "info": json.dumps({k: v for k, v in loaded.info.items() if k != "workdir"}),
     }
     metadata["digest"] = digest_file(arrays, metadata)
-    with workdirs.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         file.write(safetensors.numpy.save(arrays, metadata))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.data import vocabularies
-from mogrifier_jax.training import evaluate, workdirs
+from mogrifier_jax.training import atomic_files, evaluate
 
 ARRAYS = {"tokens": files.Array("iu", 1), "nats": files.Array("f", 1), "about": files.Array("U", 0)}
 
@@ -27,7 +27,7 @@ def write_tokens(
 ) -> None:
     """Writes a token file, whole or not at all; `vocab` may be the digest of a vocabulary."""
     digest = vocab if isinstance(vocab, str) else digest_vocabulary(vocab)
-    with workdirs.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         np.savez_compressed(
             file,
             tokens=scores.tokens.astype(np.int32),

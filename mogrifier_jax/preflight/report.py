@@ -14,7 +14,7 @@ import jax
 from ml_collections import config_dict
 
 from mogrifier_jax.preflight import estimates, memory, targets
-from mogrifier_jax.training import summaries, units, workdirs
+from mogrifier_jax.training import atomic_files, summaries, units
 
 
 def preflight(
@@ -125,4 +125,4 @@ def write_json(path: str, ranked: list[estimates.Estimate]) -> None:
         "versions": {name: importlib.metadata.version(name) for name in names if name in installed},
         "reports": [each.to_dict() for each in ranked],
     }
-    workdirs.replace_text(path, json.dumps(content, indent=1) + "\n")
+    atomic_files.replace_text(path, json.dumps(content, indent=1) + "\n")

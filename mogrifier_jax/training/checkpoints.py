@@ -31,7 +31,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from mogrifier_jax import buckets, errors, files
-from mogrifier_jax.training import host_arrays, orbax_storage, state_arrays, workdirs
+from mogrifier_jax.training import atomic_files, host_arrays, orbax_storage, state_arrays, workdirs
 
 Which = Literal["latest", "best"]
 PATIENCE = 30.0  # Seconds to wait for another run in the workdir to end.
@@ -338,7 +338,7 @@ class Checkpoints:
         lock = None
         if jax.process_index() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            lock = workdirs.open_lock(self._folder / "lock")
+            lock = atomic_files.open_lock(self._folder / "lock")
             if self._wait_for(lock):
                 _clean_up(self._folder)
             else:
@@ -353,13 +353,13 @@ class Checkpoints:
 
     def _wait_for(self, lock: IO[str]) -> bool:
         """Takes the lock; another run that was just told to stop has time to save and exit."""
-        if workdirs.lock(lock):
+        if atomic_files.lock(lock):
             return True
         logging.warning("another run is writing to %s; waiting for its end", self._folder.parent)
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             time.sleep(0.1)
-            if workdirs.lock(lock):
+            if atomic_files.lock(lock):
                 return True
         return False
 

@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from mogrifier_jax import errors
-from mogrifier_jax.training import metrics, units, workdirs
+from mogrifier_jax.training import atomic_files, metrics, units, workdirs
 
 
 def draw(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
@@ -78,7 +78,7 @@ def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:
 
 def save_figure(figure, path: pathlib.Path) -> pathlib.Path:
     """Writes a picture, whole or not at all."""
-    with workdirs.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         figure.savefig(file, dpi=150, format="png")
     return path
 

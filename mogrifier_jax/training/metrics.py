@@ -35,7 +35,7 @@ import numpy as np
 from absl import logging
 
 from mogrifier_jax import errors, files
-from mogrifier_jax.training import workdirs
+from mogrifier_jax.training import atomic_files
 
 _REMEDY = "restore it from a copy, or delete it"
 _VALUE = (float, "nan", "inf", "-inf")
@@ -176,7 +176,7 @@ class MetricWriter:
             expected["lines"],
             len(made),
         )
-        workdirs.replace_text(path, b"".join(line for line, _ in lines).decode())
+        atomic_files.replace_text(path, b"".join(line for line, _ in lines).decode())
         self._whole = _Digest()
         self._take_over(path)
 
@@ -209,7 +209,7 @@ def _keep_lines(path: pathlib.Path, last: int) -> set[tuple[int, str]]:
     """Drops the lines after the step `last`; returns step and kind of those at this step."""
     repeated: set[tuple[int, str]] = set()
     there, whole = _count_lines(path) if os.path.lexists(path) else 0, 0
-    with workdirs.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         for line, record in read_lines(path) if there else ():
             whole += 1
             if record["step"] <= last:

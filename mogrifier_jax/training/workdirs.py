@@ -1,32 +1,24 @@
-"""The small files of a workdir, and how files are written: whole or not at all.
+"""The small files of a workdir, which say what the run is.
 
 config.json       the resolved config; `_types` names what JSON cannot express
 vocabulary.json   the vocabulary
 version.json      for every start of the run: versions, commit and date
 .lock             held while a file that several processes change is read and written
 
-`replacing` writes every small file of the package, `locked` excludes other writers, and `files.py`
-reads files back. `make_fingerprint` is what checkpoints remember of config, vocabulary and corpus.
+`atomic_files.py` writes them. `make_fingerprint` is what checkpoints remember of config, vocabulary
+and corpus.
 """
 
-import contextlib
 import datetime
-import errno
-import fcntl
-import glob
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
-import re
-import secrets
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from absl import logging
@@ -35,6 +27,7 @@ from ml_collections import config_dict
 import mogrifier_jax
 from mogrifier_jax import config_keys, configs, errors, files
 from mogrifier_jax.data import vocabularies
+from mogrifier_jax.training import atomic_files
 
 # What weights and scores depend on; the rest of a config is about how the weights were found.
 _FINGERPRINTED = ("model", "data", "dropout", "averaging.kind", "averaging.stagnating_evaluations")
@@ -45,14 +38,12 @@ FREE_KEYS = (
 )
 CORPUS = "corpus: "  # The prefix of the names of splits in a fingerprint.
 RESULTS = {"step": files.COUNT}  # Of results.json; sweeps need the scores too.
-_FRESH = 5.0  # Seconds.
-_PATIENCE = 60.0  # Seconds; files are locked for milliseconds.
 
 
 def check_place(workdir: str | os.PathLike) -> None:
     """Refuses a workdir that cannot be written to, before any work."""
     name = os.fspath(workdir)
-    refuse_address(name, "--workdir")
+    atomic_files.refuse_address(name, "--workdir")
     # TensorStore takes a backslash for a slash, and needs names in UTF-8.
     if "\\" in name or "\0" in name or name != name.encode(errors="replace").decode():
         raise errors.UsageError(
@@ -65,16 +56,6 @@ def check_place(workdir: str | os.PathLike) -> None:
         raise errors.UsageError(
             f"--workdir={name} cannot be made: {there} is not a folder that can be written to; "
             "give another one"
-        )
-
-
-def refuse_address(path: str | os.PathLike, name: str) -> None:
-    """Refuses an address such as hdfs://host/run, which would become a local folder `hdfs:`."""
-    # pathlib makes gs:/bucket of gs://bucket.
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
-        raise errors.UsageError(
-            f"{name}={os.fspath(path)} is an address, not a path, and cannot be written; give a "
-            "path of this machine, or one of gs:// or s3:// to the command"
         )
 
 
@@ -91,8 +72,8 @@ def write_run_files(
         )
     if jax.process_index() != 0:
         return
-    replace_text(workdir / "config.json", config_to_json(config))
-    replace_text(path, vocabulary_json)
+    atomic_files.replace_text(workdir / "config.json", config_to_json(config))
+    atomic_files.replace_text(path, vocabulary_json)
     write_json(workdir, "version.json", [*_earlier_starts(workdir / "version.json"), versions()])
 
 
@@ -237,127 +218,15 @@ def git_commit() -> str | None:
 
 def write_json(workdir: str | os.PathLike, name: str, values: Any) -> None:
     """Writes a small JSON file of the run atomically."""
-    replace_text(pathlib.Path(workdir) / name, json.dumps(values, indent=2) + "\n")
-
-
-def replace_text(path: str | os.PathLike, text: str) -> None:
-    """Writes a file atomically: readers see the old text or the new one, even after a kill."""
-    with replacing(path) as file:
-        file.write(text.encode())
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    """Opens a temporary file that replaces `path` when the block has succeeded.
-
-    It has a random name, and is synced to the disk before it is renamed. A device such as
-    /dev/stdout is written to directly.
-    """
-    refuse_address(path, "path")
-    path = pathlib.Path(path)
-    if path.exists() and not path.is_file():
-        with files.open_to_write(path) as file:
-            yield file
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
-    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    try:
-        with open(descriptor, "wb") as file:
-            lock(file)  # So that `_remove_leftovers` does not delete it.
-            yield file
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    with contextlib.suppress(OSError):  # Not every file system can sync a folder.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _remove_leftovers(path: pathlib.Path) -> None:
-    """Deletes the temporary files of writers of this path that were killed."""
-    for left in path.parent.glob(glob.escape(f".{path.name[:40]}.") + "?" * 8 + ".tmp"):
-        with contextlib.suppress(OSError):
-            # A new one may not be locked yet.
-            if time.time() - left.stat().st_mtime > _FRESH:
-                with open(left, "rb") as file:
-                    if lock(file):
-                        left.unlink()
-
-
-def check_output(path: str | os.PathLike | None, flag: str) -> None:
-    """Refuses a path that results cannot be written to, before they are computed."""
-    if path is None:
-        return
-    errors.check(
-        isinstance(path, str | os.PathLike) and "\0" not in os.fspath(path),
-        f"{flag}={errors.show(path)} is not a path and cannot be written; give the path of a file",
-    )
-    if not os.fspath(path):
-        return
-    refuse_address(path, flag)
-    path = pathlib.Path(path)
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is not a file")
-        if path.exists():
-            files.open_to_write(path, os.O_APPEND).close()
-        if not path.exists() or path.is_file():
-            folder = path.absolute().parent
-            there = next(place for place in (folder, *folder.parents) if place.exists())
-            tempfile.TemporaryFile(dir=there).close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise errors.UsageError(
-            f"{flag}={path} cannot be written ({reason}); give a file in a folder that you own"
-        ) from None
+    atomic_files.replace_text(pathlib.Path(workdir) / name, json.dumps(values, indent=2) + "\n")
 
 
 def check_results(workdir: str | os.PathLike, *names: str) -> None:
     """Refuses a workdir in which these files cannot be written, before they are computed."""
     for path in (pathlib.Path(workdir) / name for name in names):
         try:
-            check_output(path, "file")
+            atomic_files.check_output(path, "file")
         except errors.UsageError as error:
             raise errors.UsageError(
                 f"{workdir} cannot keep results: {error}, such as a copy of the workdir"
             ) from None
-
-
-@contextlib.contextmanager
-def locked(folder: str | os.PathLike) -> Iterator[None]:
-    """Holds the lock of a folder, to read, change and write its files without interference."""
-    path = pathlib.Path(folder) / ".lock"
-    with open_lock(path) as file:
-        end = time.monotonic() + _PATIENCE
-        while not lock(file):
-            if time.monotonic() > end:
-                raise errors.UsageError(
-                    f"{path} has been held by another process for {_PATIENCE:g} s; check whether "
-                    "one hangs, then try again"
-                )
-            time.sleep(0.02)
-        yield
-
-
-def open_lock(path: pathlib.Path) -> IO[str]:
-    """Opens a file for locking; it may exist, but not as a symbolic link."""
-    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
-
-
-def lock(file: IO) -> bool:
-    """Locks a file until it is closed; False if another process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # Some network file systems have no locks, so nobody can be excluded there.
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True

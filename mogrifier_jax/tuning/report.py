@@ -20,7 +20,7 @@ from absl import logging
 from ml_collections import config_dict
 
 from mogrifier_jax.evaluation import paper_tables
-from mogrifier_jax.training import summaries, units, workdirs
+from mogrifier_jax.training import atomic_files, summaries, units
 from mogrifier_jax.tuning import best_experiment, report_figures, studies, trials
 
 WINDOW = 0.15  # The width of the window around the best value, as a share of the range.
@@ -57,11 +57,11 @@ class Report(NamedTuple):
 
     def write(self) -> None:
         """Writes all files, and logs a summary."""
-        workdirs.replace_text(self.folder / "trials.csv", self.to_csv())
+        atomic_files.replace_text(self.folder / "trials.csv", self.to_csv())
         if self.complete and self.config is not None:
             source = self.best_experiment(self.config)
-            workdirs.replace_text(self.folder / "best.py", source)
-        workdirs.replace_text(self.folder / "report.md", self.to_markdown())
+            atomic_files.replace_text(self.folder / "best.py", source)
+        atomic_files.replace_text(self.folder / "report.md", self.to_markdown())
         try:
             report_figures.draw_parallel_coordinates(
                 self.complete, self.study.ranges, self.unit, self.folder

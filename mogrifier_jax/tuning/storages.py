@@ -17,7 +17,7 @@ import sqlalchemy.exc
 import sqlalchemy.pool
 
 from mogrifier_jax import errors, files
-from mogrifier_jax.training import workdirs
+from mogrifier_jax.training import atomic_files
 from mogrifier_jax.tuning import journals, redaction, samplers, studies, trials
 
 
@@ -145,7 +145,7 @@ def _one_at_a_time(storage: str) -> contextlib.AbstractContextManager:
     """Keeps workers from creating the same SQLite file at the same time."""
     path = pathlib.Path(storage.removeprefix("sqlite:///"))
     is_file = storage.startswith("sqlite:///") and path.absolute().parent.is_dir()
-    return workdirs.locked(path.parent) if is_file else contextlib.nullcontext()
+    return atomic_files.locked(path.parent) if is_file else contextlib.nullcontext()
 
 
 def forgotten(storage: str, what: str) -> errors.UsageError:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mogrifier_jax import errors, files
-from mogrifier_jax.training import schedule, workdirs
+from mogrifier_jax.training import atomic_files, schedule
 from mogrifier_jax.tuning import studies, trials
 
 OBJECTIVE = "valid_nats"  # The name of the metric in the service.
@@ -175,7 +175,7 @@ def _claim_name(workdir: str) -> tuple[str, Any]:
     digest = hashlib.sha256(os.fsencode(os.path.realpath(workdir))).hexdigest()[:8]
     folder, number = pathlib.Path(workdir) / "workers", 0
     folder.mkdir(parents=True, exist_ok=True)
-    while not workdirs.lock(lock := workdirs.open_lock(folder / f"{number}.lock")):
+    while not atomic_files.lock(lock := atomic_files.open_lock(folder / f"{number}.lock")):
         lock.close()
         number += 1
     return f"{socket.gethostname()}-{digest}-{number}", lock
