@@ -64,7 +64,8 @@ def run() -> None:
         command_process.end(message, 128 + signal.SIGINT)
     finally:
         signals.interrupted.clear()
-        sys.unraisablehook = ignored
+        if sys.unraisablehook is signals.deliver_again:  # Not a filter that must stay.
+            sys.unraisablehook = ignored
         # The exit of Python takes a while, and a signal then would change the exit code.
         atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 

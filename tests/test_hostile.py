@@ -306,6 +306,24 @@ def test_reads_that_fail_late_print_nothing(tmp_path, monkeypatch):
     assert free_a_read() == 1
 
 
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_saves_that_fail_late_print_nothing(tmp_path, monkeypatch, succeeds):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    failure = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
+    try:
+        with checkpoints.Checkpoints(tmp_path) as saved:
+            if not succeeds:
+                monkeypatch.setattr(saved._checkpointer, "save", lambda *_, **__: 1 / 0)
+            saved.save(1, STATE, info={}, best=False)
+            sys.unraisablehook(failure)  # While it goes on.
+            assert not heard
+    except errors.UsageError:
+        assert not succeeds
+    sys.unraisablehook(failure)  # After a failure, until the process ends.
+    assert len(heard) == succeeds
+
+
 def test_a_strangers_folder_is_not_written_to(folder, tmp_path, monkeypatch):
     """A config.json may name any folder as the place of prepared corpora."""
     (tmp_path / "text").write_text("some text\nof letters\n" * 20)
@@ -384,6 +402,10 @@ def test_other_limits_than_room_are_named(tmp_path, monkeypatch):
             with pytest.raises(errors.UsageError, match=words) as refused:
                 saved.save(2, STATE, info={}, best=False)
             assert "MiB are free" not in str(refused.value)
+        long = "RESOURCE_EXHAUSTED: Error opening\nError opening x: Too many open files [errno 24]"
+        with pytest.raises(errors.UsageError, match=r"raise that limit \(ulimit -n\), then"):
+            with saved._saving():
+                raise ValueError(long)
 
 
 def test_failures_of_the_background_are_not_logged_too():

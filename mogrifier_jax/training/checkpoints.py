@@ -89,6 +89,9 @@ class Checkpoints:
         self._checkpointer = orbax_storage.make_checkpointer(alone=self._single)
         self._bytes = 0  # Of the last state that was saved.
         self._saved_since_release = False
+        self._quiet = contextlib.ExitStack()
+        if not read_only:  # Saves go on in the background.
+            self._quiet.enter_context(orbax_storage.quiet_failure())
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -213,6 +216,7 @@ class Checkpoints:
         """Waits for the save in progress, and releases the lock of the folder."""
         try:
             self.wait()
+            self._quiet.close()
         finally:
             self._checkpointer.close()
             if self._lock is not None:
@@ -229,6 +233,7 @@ class Checkpoints:
             yield
         # TensorStore has exceptions of its own for a full disk, a quota or a lost mount.
         except Exception as error:
+            self._quiet.pop_all()  # What was in progress may fail later.
             raise errors.UsageError(
                 f"no checkpoint could be saved in {self._folder} ({_shorten(error)}): "
                 f"{self._find_limit(error)}, then repeat the command, which resumes from step "
@@ -244,6 +249,8 @@ class Checkpoints:
         if free < needed or "No space" in str(error):
             sizes = f"{needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
             return f"it needs {sizes}; make room"
+        if os.strerror(errno.EMFILE) in str(error):
+            return "this process has too many open files; raise that limit (ulimit -n)"
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:
             return f"no file may be larger than {largest:,} bytes; raise that limit (ulimit -f)"

@@ -61,7 +61,7 @@ def read_arrays(
         restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in saved}
     # The handler instead of a checkpointer, which would wait for the other processes at the end,
     # and forever for one that met damage.
-    with _quiet_failure():
+    with quiet_failure():
         arrays = ocp.PyTreeCheckpointHandler().restore(
             Folder(folder),
             args=ocp.args.PyTreeRestore(
@@ -76,18 +76,18 @@ def read_arrays(
 
 
 @contextlib.contextmanager
-def _quiet_failure() -> Iterator[None]:
-    """Keeps a failed read from printing a traceback for every other read that was in progress.
+def quiet_failure() -> Iterator[None]:
+    """Keeps a failed transfer from printing a traceback for every other one that was in progress.
 
-    They come from other threads, or whenever the reads are freed, so the filter stays after a
+    They come from other threads, or whenever the transfers are freed, so the filter stays after a
     failure.
     """
     hook = sys.unraisablehook
 
     def filtered(failure: Any) -> None:
         code = getattr(failure.object, "cr_code", None)
-        is_read = code is not None and "orbax" in code.co_filename
-        if not is_read and "Event loop is closed" not in str(failure.exc_value):
+        is_transfer = code is not None and "orbax" in code.co_filename
+        if not is_transfer and "Event loop is closed" not in str(failure.exc_value):
             hook(failure)
 
     sys.unraisablehook = filtered

@@ -6,6 +6,7 @@ A worker that was killed, or whose disk was full, may leave half a line at the e
 import json
 import os
 import shutil
+from collections.abc import Sequence
 
 import optuna
 from absl import logging
@@ -14,6 +15,7 @@ from optuna.storages import journal
 from mogrifier_jax import errors, files
 from mogrifier_jax.tuning import redaction
 
+_CREATE_STUDY, _CREATE_TRIAL = 0, 4  # Optuna's codes of operations.
 _REMEDY = "restore it from a copy, or use another --storage and --workdir for a new study"
 
 
@@ -45,6 +47,8 @@ def _repair_last_line(path: str) -> None:
             raise errors.UsageError(
                 f"line {number} of {shown} is not an entry of trials; {_REMEDY}"
             )
+    if reason := _find_gap(lines):
+        raise errors.UsageError(f"lines of {shown} were lost or repeated: {reason}; {_REMEDY}")
     if _is_entry(last):
         with open(path, "ab") as file:
             file.write(b"\n")
@@ -54,6 +58,27 @@ def _repair_last_line(path: str) -> None:
         logging.warning(
             "%s ended in an incomplete line, which was cut off; %s.damaged has it", shown, shown
         )
+
+
+def _find_gap(lines: Sequence[bytes]) -> str | None:
+    """Why a line must be missing or be there twice; None if nothing shows that.
+
+    Optuna counts trials as it reads, and skips entries of trials and studies that it does not know.
+    Without the line that creates a trial, the entries of the next one would be taken for its own.
+    """
+    created: dict[str, set[bytes]] = {"study": set(), "trial": set()}
+    for number, line in enumerate(lines, start=1):
+        entry = json.loads(line)
+        for kind, known in created.items():
+            identity = entry.get(f"{kind}_id", -1)
+            if isinstance(identity, int) and identity >= len(known):
+                return f"line {number} is about a {kind} that no line before it creates"
+        made = {_CREATE_STUDY: "study", _CREATE_TRIAL: "trial"}.get(entry.get("op_code"))
+        if made and line in created[made]:
+            return f"line {number} creates the same {made} as a line before it"
+        if made:
+            created[made].add(line)
+    return None
 
 
 def _is_entry(line: bytes) -> bool:

@@ -101,6 +101,21 @@ def test_a_damaged_line_of_a_journal_is_named(tmp_path, line):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("change", ["lost", "repeated"])
+@pytest.mark.parametrize("operation", [0, 4])  # The creation of the study, and of a trial.
+def test_a_line_of_a_journal_is_missed(tmp_path, operation, change):
+    path = tmp_path / "x.journal"
+    run_trials(tmp_path, str(path))
+    shutil.rmtree(tmp_path / "work")  # As a worker on another machine sees it.
+    assert len(open_queue(tmp_path, str(path)).records()) == 2  # Control.
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if json.loads(line)["op_code"] == operation)
+    lines[place : place + 1] = {"lost": [], "repeated": [lines[place]] * 2}[change]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(errors.UsageError, match=r"lost or repeated: line \d+ .* from a copy"):
+        open_queue(tmp_path, str(path))
+
+
 @pytest.mark.parametrize("size", [100, 20_000])
 def test_a_damaged_database_is_one_sentence(tmp_path, size):
     storage = f"sqlite:///{tmp_path}/x.db"
