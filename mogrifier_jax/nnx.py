@@ -202,43 +202,83 @@ class MogrifierLSTMCell(WrappedCell):
 
 
 class LSTMCell(WrappedCell):
-    """The LSTM of the paper's baselines: capped input gate, random biases."""
+    """The LSTM of the paper's baselines: capped input gate, random biases.
+
+    >>> cell = LSTMCell(4, 8, rngs=nnx.Rngs(0))
+    >>> (c, h), y = cell(cell.initialize_carry((2, 4)), jax.numpy.ones((2, 4)))
+    >>> c.shape, bool((h == y).all())
+    ((2, 8), True)
+    """
 
     linen = layers.LSTMCell
 
 
 class MLSTMCell(WrappedCell):
-    """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative."""
+    """Multiplicative LSTM (arXiv:1609.07959), the Mogrifier's closest relative.
+
+    >>> rnn = RNN(MLSTMCell(4, 8, rank=3, rngs=nnx.Rngs(0)))
+    >>> nnx.jit(rnn)(jax.numpy.ones((2, 7, 4))).shape  # [batch, time, features]
+    (2, 7, 8)
+    """
 
     linen = layers.MLSTMCell
 
 
 class RewiredLSTMCell(WrappedCell):
-    """Rewired LSTM (arXiv:2211.01848) whose x and h gate each other first."""
+    """Rewired LSTM (arXiv:2211.01848) whose x and h gate each other first.
+
+    >>> rnn = RNN(RewiredLSTMCell(4, 8, rounds=2, rngs=nnx.Rngs(0)), return_carry=True)
+    >>> (c, h), ys = nnx.jit(rnn)(jax.numpy.ones((2, 7, 4)))
+    >>> c.shape, ys.shape
+    ((2, 8), (2, 7, 8))
+    """
 
     linen = layers.RewiredLSTMCell
 
 
 class MogrifierGRUCell(WrappedCell):
-    """GRU whose x and h gate each other first."""
+    """GRU whose x and h gate each other first.
+
+    >>> rnn = RNN(MogrifierGRUCell(4, 8, rounds=1, rngs=nnx.Rngs(0)), time_major=True)
+    >>> nnx.jit(rnn)(jax.numpy.ones((7, 2, 4))).shape  # [time, batch, features]
+    (7, 2, 8)
+    """
 
     linen = layers.MogrifierGRUCell
 
 
 class GRUCell(WrappedCell):
-    """GRU, which computes what Flax's GRU computes; its carry is h."""
+    """GRU, which computes what Flax's GRU computes; its carry is h.
+
+    >>> cell = GRUCell(4, 8, rngs=nnx.Rngs(0))
+    >>> h, y = cell(cell.initialize_carry((2, 4)), jax.numpy.ones((2, 4)))
+    >>> h.shape, bool((h == y).all())
+    ((2, 8), True)
+    """
 
     linen = layers.GRUCell
 
 
 class MogrifierElmanCell(WrappedCell):
-    """Elman network whose x and h gate each other first."""
+    """Elman network whose x and h gate each other first.
+
+    >>> cell = MogrifierElmanCell(4, 8, rounds=2, dtype=jax.numpy.bfloat16, rngs=nnx.Rngs(0))
+    >>> h, y = cell(cell.initialize_carry((2, 4)), jax.numpy.ones((2, 4)))
+    >>> y.shape, y.dtype.name
+    ((2, 8), 'bfloat16')
+    """
 
     linen = layers.MogrifierElmanCell
 
 
 class ElmanCell(WrappedCell):
-    """Elman network, which computes what `nnx.SimpleCell` computes; its carry is h."""
+    """Elman network, which computes what `nnx.SimpleCell` computes; its carry is h.
+
+    >>> cell = ElmanCell(4, 8, rngs=nnx.Rngs(0))
+    >>> h, y = cell(cell.initialize_carry((4,)), jax.numpy.ones(4))  # Without a batch.
+    >>> y.shape
+    (8,)
+    """
 
     linen = layers.ElmanCell
 

@@ -56,9 +56,7 @@ def test_examples_of_docstrings_run(name, monkeypatch):
     assert test.examples and not doctest.DocTestRunner().run(test).failed
 
 
-@pytest.mark.parametrize(
-    "name", quick.mostly_slow(["Mogrifier", "MogrifierLSTMCell", "RNN"], "Mogrifier")
-)
+@pytest.mark.parametrize("name", quick.mostly_slow([*CELLS, "Mogrifier", "RNN"], "Mogrifier"))
 def test_examples_of_nnx_run(name):
     cases = doctest.DocTestFinder().find(sys.modules[mogrifier_jax.nnx.RNN.__module__])
     (test,) = (t for t in cases if t.name.endswith(f".{name}"))
