@@ -3,7 +3,8 @@
     python -m benchmarks.accelerators --chips=v5e --sizes=small,large,ptb,enwik8  # Minutes.
 
 Needs the extra `preflight`, and no accelerator. Prints the estimated time
-(`preflight/estimates.py` says from what) and the memory of a chip. `small` and `large` are the
+(`preflight/estimates.py` says from what), for TPUs both ends of the range by the schedule of the
+compiler (`preflight/schedules.py`), and the memory of a chip. `small` and `large` are the
 gradients of one layer; `ptb` and `enwik8` are whole train steps as published, enwik8 on four chips.
 A size that the compiler refuses for its memory has no time.
 """
@@ -24,7 +25,7 @@ from flax import nnx
 
 from benchmarks import timing, training
 from mogrifier_jax.nn import layers, rnn
-from mogrifier_jax.preflight import costs, estimates, memory, targets, times, topologies
+from mogrifier_jax.preflight import estimates, memory, targets, topologies
 
 
 class Size(NamedTuple):
@@ -94,7 +95,7 @@ def contenders(size: Size, dtype: Any) -> dict[str, tuple[Callable, Any]]:
 
 def examine_layer(
     size: Size, dtype: Any, apply: Callable, init: Callable, target: targets.Target
-) -> tuple[float, float]:
+) -> tuple[estimates.Seconds, float]:
     """Seconds and bytes of the output and all gradients of a layer."""
     replicated = jax.sharding.NamedSharding(
         topologies.make_mesh(target, 1, 1), jax.sharding.PartitionSpec()
@@ -111,19 +112,23 @@ def examine_layer(
 
     xs = jax.ShapeDtypeStruct((size.window, size.batch, size.hidden), dtype)
     arguments = place((jax.eval_shape(init, xs), xs, xs))
-    program = jax.jit(gradients).lower(*arguments).compile()
-    seconds = times.compute_seconds(costs.analyse(program.as_text()), target.chip)
-    return seconds, memory.needed_by(program).peak
+    compiled = estimates.compile_program(jax.jit(gradients).lower(*arguments), target)
+    return compiled.seconds(target), memory.needed_by(compiled.program).peak
 
 
-def examine_step(path: str, topology: str, dtype: str, fast: bool) -> tuple[float, float]:
+def examine_step(
+    path: str, topology: str, dtype: str, fast: bool
+) -> tuple[estimates.Seconds, float]:
     """Seconds and bytes of a whole train step."""
     config = training.load_config(path)
     with config.unlocked():
         config.model.fast = fast
         config.model.dtype = dtype
     report = estimates.examine(config, targets.parse(topology))
-    return report.seconds, report.needed
+    ends = ()
+    if report.schedule:
+        ends = report.schedule.lower_seconds, report.schedule.upper_seconds
+    return estimates.Seconds(report.seconds, *ends), report.needed
 
 
 def measure(name: str, chip: str, dtype: str) -> list[tuple[str, ...]]:
@@ -143,7 +148,8 @@ def measure(name: str, chip: str, dtype: str) -> list[tuple[str, ...]]:
         }
     rows = []
     for kind, (seconds, needed) in found.items():
-        rows.append((f"{label}: {kind}", f"{1e3 * seconds:.2f}", f"{needed / 1e9:.2f}"))
+        times = (f"{1e3 * each:.2f}" if each == each else "" for each in seconds)
+        rows.append((f"{label}: {kind}", *times, f"{needed / 1e9:.2f}"))
         print(*rows[-1], flush=True)
     return rows
 
@@ -155,7 +161,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join([*LAYERS, *STEPS]), help="any of: %(default)s")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     options = parser.parse_args()
-    rows = [("", "ms", "GB a chip")]
+    rows = [("", "ms", "at least", "at most", "GB a chip")]
     for chip in options.chips.split(","):
         for name in options.sizes.split(","):
             for dtype in options.dtypes.split(","):

@@ -54,6 +54,14 @@ class NnxRNN(nn.Module):
 
 def make_run(rnn: nn.Module, what: str, hidden: int, batch: int, window: int) -> Callable:
     """Returns a function that computes the gradients or the outputs once."""
+    compute, arguments = make_compute(rnn, what, hidden, batch, window)
+    return lambda: jax.block_until_ready(compute(*arguments))
+
+
+def make_compute(
+    rnn: nn.Module, what: str, hidden: int, batch: int, window: int
+) -> tuple[jax.stages.Wrapped, tuple]:
+    """Returns the jitted gradients or outputs, and their arguments."""
     xs = jax.random.normal(jax.random.key(0), (batch, window, hidden))
     variables = jax.jit(rnn.init)(jax.random.key(1), xs)
 
@@ -61,7 +69,7 @@ def make_run(rnn: nn.Module, what: str, hidden: int, batch: int, window: int) ->
         return jnp.sin(rnn.apply(variables, xs)).sum()
 
     compute = jax.jit(jax.grad(loss, (0, 1)) if what == "gradient" else rnn.apply)
-    return lambda: jax.block_until_ready(compute(variables, xs))
+    return compute, (variables, xs)
 
 
 def main() -> None:

@@ -140,19 +140,37 @@ def _without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-class _Compiled(NamedTuple):
+class Seconds(NamedTuple):
+    """The time of a program, collectives included, as it is estimated in two ways."""
+
+    estimate: float  # TPUs: the compiler's own. GPUs: by rooflines.
+    lower: float = math.nan  # By the schedule, if everything overlaps; NaN without a schedule.
+    upper: float = math.nan  # The same, if nothing overlaps.
+
+
+class CompiledProgram(NamedTuple):
     """A program, its costs, and its schedule if the compiler wrote one."""
 
     program: jax.stages.Compiled
     analysis: costs.Analysis
     schedule: schedules.Schedule | None
 
+    def seconds(self, target: targets.Target) -> Seconds:
+        """The time of one run on the target that it was compiled for."""
+        collective = times.collective_seconds(self.analysis, target)
+        estimate = times.compute_seconds(self.analysis, target.chip) + collective
+        if self.schedule is None:
+            return Seconds(estimate)
+        lower = self.schedule.lower_seconds
+        return Seconds(estimate, lower, lower + self.schedule.dma_seconds + collective)
 
-def _compile(lowered: jax.stages.Lowered, target: targets.Target) -> _Compiled:
+
+def compile_program(lowered: jax.stages.Lowered, target: targets.Target) -> CompiledProgram:
+    """Compiles a program for a target, which it was lowered for, and analyses it."""
     with schedules.Recording(target.chip) as recording:
         program = lowered.compile()
     analysis = costs.analyse(str(program.as_text()))
-    return _Compiled(program, analysis, recording.schedule(analysis))
+    return CompiledProgram(program, analysis, recording.schedule(analysis))
 
 
 def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
@@ -174,14 +192,14 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
         dtype=str(config.model.dtype),
         vocab_size=len(task.vocabulary),
         parameters=sum(models.count_parameters(made.model).values()),
-        flops=_model_flops(made, state, task.stream),
+        flops=model_flops(made, state, task.stream),
         memory=target.chip.memory,
     )
     assumed = abstract_tasks.ASSUMED.get(config.data.name)
     notes = [assumed] if assumed else []
     started = time.perf_counter()
     try:
-        compiled = _compile(traced.lower(), target)
+        compiled = compile_program(traced.lower(), target)
     except jax.errors.JaxRuntimeError as error:
         needed = memory.parse_refusal(str(error))
         if needed is None:
@@ -235,7 +253,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
     )
 
 
-def _model_flops(made: runs.Run, state: Any, stream: Any) -> int:
+def model_flops(made: runs.Run, state: Any, stream: Any) -> int:
     """The matmul FLOPs of the equations of a step, without what a platform's plan recomputes."""
     # Shardings would name the chips, and with them a platform.
     state, stream = jax.tree.map(
@@ -318,14 +336,10 @@ def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) 
         )
         at = jax.ShapeDtypeStruct((temperatures,), jnp.float32)
         lowered = jax.jit(run).lower(params, plan.stream, carry, 0, logit_scales=at)
-        program, analysis, schedule = _compile(lowered, target)
-        sizes = memory.needed_by(program)
-        collective = times.collective_seconds(analysis, target)
-        each = times.compute_seconds(analysis, target.chip) + collective
-        seconds += windows * each / chunk
-        at_least = schedule.lower_seconds if schedule else math.nan
-        at_most = at_least + schedule.dma_seconds + collective if schedule else math.nan
-        lower, upper = lower + windows * at_least / chunk, upper + windows * at_most / chunk
+        compiled = compile_program(lowered, target)
+        sizes, each = memory.needed_by(compiled.program), compiled.seconds(target)
+        seconds += windows * each.estimate / chunk
+        lower, upper = lower + windows * each.lower / chunk, upper + windows * each.upper / chunk
         # The evaluated weights may be averages, which exist in addition to those of training.
         needed = max(needed, held + sizes.peak + sizes.code)
     return _Evaluation(needed, seconds, (lower, upper))

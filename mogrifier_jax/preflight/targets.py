@@ -11,8 +11,8 @@ import math
 from mogrifier_jax import errors
 from mogrifier_jax.preflight import chips
 
-_PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _LARGEST = {"v4": 4096, "v5p": 6144}
 _GPUS_PER_HOST = 8
 
@@ -52,7 +52,7 @@ def parse(name: str) -> Target:
         sides = ()
     if chip.kind == "gpu":
         return Target(chip, _split_hosts(name, sides))
-    allowed = sides in (_PLANES if chip.torus == 2 else _CUBES)
+    allowed = sides in (PLANES if chip.torus == 2 else CUBES)
     if not allowed and not _is_made_of_cubes(chip, sides):
         raise errors.UsageError(
             f"topology {name!r} is not a slice of {generation}; {_list_slices(chip)}"
@@ -78,7 +78,7 @@ def _is_made_of_cubes(chip: chips.Chip, sides: tuple[int, ...]) -> bool:
 
 
 def _list_slices(chip: chips.Chip) -> str:
-    shapes = _PLANES if chip.torus == 2 else _CUBES
+    shapes = PLANES if chip.torus == 2 else CUBES
     known = ", ".join("x".join(map(str, shape)) for shape in shapes)
     if chip.torus == 2:
         return f"use one of {known}"
