@@ -57,7 +57,7 @@ Signature = tuple[int, int, int]
 _mirrors: dict[str, "Mirror"] = {}  # By their folders.
 
 
-def is_bucket(path: Any) -> bool:
+def is_bucket(path: object) -> bool:
     """Whether a path is an address of an object store."""
     # pathlib makes gs:/bucket of gs://bucket.
     return bool(re.match(rf"({'|'.join(DRIVERS)})://?[^/]", str(path)))

@@ -61,7 +61,7 @@ def base(*changes: Mapping[str, Any]) -> config_dict.ConfigDict:
     return config.lock()
 
 
-def assign(config: config_dict.ConfigDict, name: str, value: Any) -> None:
+def assign(config: config_dict.ConfigDict, name: str, value: object) -> None:
     """Sets a key; refuses an unknown key, and a value of another type."""
     declared = config_keys.keys()
     if name not in declared:
@@ -104,7 +104,7 @@ def check(config: config_dict.ConfigDict) -> None:
 
 def differences(
     saved: Mapping[str, Any], requested: Mapping[str, Any], ignore: Collection[str] = ()
-) -> list[tuple[str, Any, Any]]:
+) -> list[tuple[str, object, object]]:
     """(name, saved, requested) of each key that differs, without those (or sections) to ignore."""
     old, new = flatten(saved), flatten(requested)
     return [

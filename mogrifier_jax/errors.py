@@ -4,8 +4,6 @@
 is a bug and keeps its traceback.
 """
 
-from typing import Any
-
 
 class UsageError(ValueError):
     """Input that cannot work: the message names the value, the rule and the remedy."""
@@ -13,7 +11,7 @@ class UsageError(ValueError):
     exit_code = 2
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value for use in a sentence: on one line, and not too long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -29,6 +29,9 @@ import numpy as np
 
 from mogrifier_jax import errors
 
+# A JSON object, whose keys and types a schema checks when it is read.
+JsonObject = dict[str, Any]
+
 COPY = "restore it from a copy or use another workdir"
 _DEEPEST = 100  # No file of ours has more levels, and recursion fails at about 1000.
 
@@ -203,12 +206,12 @@ def _refusal(sentence: str, remedy: str) -> errors.UsageError:
     return errors.UsageError(f"{sentence}; {remedy}" if remedy else sentence)
 
 
-def _wrong(name: str, value: Any, expected: str) -> str:
+def _wrong(name: str, value: object, expected: str) -> str:
     kind = "null" if value is None else f"a {type(value).__name__}"
     return f"{name or 'it'} is {kind} instead of {expected}"
 
 
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> JsonObject:
     """An object of JSON. Of a key that is there twice, Python would take the last value."""
     found = dict(pairs)
     if len(found) != len(pairs):

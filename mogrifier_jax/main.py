@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import config_dict, config_flags
 
 from mogrifier_jax import (
     buckets,
@@ -287,7 +287,7 @@ def check_outputs() -> None:
     atomic_files.check_output(FLAGS.eval.output, "--eval.output")
 
 
-def require_config() -> Any:
+def require_config() -> config_dict.ConfigDict:
     """The config of --config, which must be given."""
     if FLAGS.config is None:
         raise errors.UsageError(

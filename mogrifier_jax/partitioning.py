@@ -5,12 +5,14 @@ of a parameter by the end of its path, and `MESH_AXES` maps these names to axes 
 this module only the axis "data" is mentioned.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mogrifier_jax import errors, hardware
 
@@ -35,7 +37,7 @@ LOGICAL_AXES = {
 MESH_AXES = {"batch": "data", "hidden": "model", "vocab": "model"}
 
 
-def make_mesh(data: int = -1, model: int = 1, devices: Any = None) -> Mesh:
+def make_mesh(data: int = -1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of all devices; an axis of size -1 gets what the other axis leaves.
 
     If `use_cores` chose the number of devices, a mesh without -1 uses only as many as it needs.
@@ -106,14 +108,14 @@ def _nearest(size: int, unit: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     """A NamedSharding for each leaf of a state or parameter tree, by its name."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh)), tree
     )
 
 
-def with_shardings(tree: Any, mesh: Mesh) -> Any:
+def with_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     """The abstract tree with a sharding for each leaf."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -127,7 +129,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def replicate(tree: Any, mesh: Mesh | None) -> Any:
+def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Copies a tree to every device of the mesh, if there is a mesh."""
     return tree if mesh is None else jax.device_put(tree, replicated(mesh))
 

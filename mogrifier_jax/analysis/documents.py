@@ -10,17 +10,16 @@ and `--report` replaces what is between the two comments.
 
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from mogrifier_jax import files
 from mogrifier_jax.evaluation import paper_tables
 from mogrifier_jax.training import atomic_files
 
-Rows = Sequence[Mapping[str, Any]]  # Of a table, by the names of its columns.
+Rows = Sequence[files.JsonObject]  # Of a table, by the names of its columns.
 
 
-def make_table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+def make_table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
     """A table in Markdown; all columns but the first are right-aligned, floats have four digits."""
     rows = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in line] for line in lines]
     return paper_tables.markdown_table(head, rows, right=range(1, len(head)))

@@ -10,14 +10,13 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from mogrifier_jax import errors, options
+from mogrifier_jax import errors, files, options
 from mogrifier_jax.analysis import explore_data, inspection
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import loading, scored_texts, trained_model
@@ -86,6 +85,7 @@ def write_page(
     else:
         plan = scored_texts.read_splits(loaded[0]).task.plan("valid", 1, window=length)
         window = plan.batch_at(plan.stream, jnp.int32(0))
+        assert window.lengths is not None  # The windows of evaluation have them.
         text = runs[0].vocabulary.decode(window.targets[0, : window.lengths[0]])
         source = f"the validation text of {runs[0].config.data.name}"
     page = make_page(runs, text, source=source, length=length)
@@ -178,7 +178,7 @@ def name_runs(runs: Sequence[trained_model.TrainedModel]) -> list[str]:
     return [f"{name} {number}" for number, name in enumerate(full, start=1)]
 
 
-def fill(data: Mapping[str, Any], title: str) -> str:
+def fill(data: files.JsonObject, title: str) -> str:
     """The HTML of the page, with title, style, scripts and data inserted."""
     files = ("explore.html", "explore.css", "explore.js", "explore_plots.js")
     document, style, *scripts = ((_FOLDER / name).read_text(encoding="utf-8") for name in files)

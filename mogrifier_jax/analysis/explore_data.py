@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.analysis import gate_statistics
 from mogrifier_jax.evaluation import trained_model
 from mogrifier_jax.nn import layers, models
@@ -70,7 +70,7 @@ def pack_run(
     name: str,
     words: Sequence[int],
     max_units: int,
-) -> dict[str, Any]:
+) -> files.JsonObject:
     """A run as the page needs it: its sizes and options, its maps, and its packed arrays.
 
     Args:
@@ -112,7 +112,7 @@ def pack_run(
 
 def make_map(
     name: str, values: np.ndarray, rounds: int, max_units: int
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[files.JsonObject, dict[str, np.ndarray]]:
     """The description of a map and its arrays, from the values [N, U] of a gate.
 
     If there are more than `max_units` units, those that vary most are kept.

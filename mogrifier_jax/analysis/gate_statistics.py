@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate
@@ -56,7 +57,7 @@ def limits(name: str, rounds: int = 0) -> tuple[float, float]:
     return 0.0, 2.0 ** (-(-rounds // 2) if name == "x_scale" else rounds // 2)
 
 
-def name_gates(gates: Mapping[str, Any]) -> dict[str, jax.Array]:
+def name_gates(gates: files.JsonObject) -> dict[str, jax.Array]:
     """The gates of a layer by name, [T, B, U] each, including the rounds and their products."""
     rounds = gates["rounds"]
     named = {name: values for name, values in gates.items() if name != "rounds"}
@@ -189,7 +190,7 @@ class GateReport:
                 self._moments.append(Moment(float(total[row, step]), context))
         self._moments = heapq.nlargest(self._top, self._moments)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[files.JsonObject]:
         """A row for each layer (from 1) and gate, with the numbers of `compute_statistics`."""
         return [
             {
@@ -208,7 +209,7 @@ class GateReport:
 
     def token_rows(
         self, vocab: vocabularies.Vocabulary, min_count: int = 1
-    ) -> list[dict[str, Any]]:
+    ) -> list[files.JsonObject]:
         """How strongly x and h were scaled when a token was read, the strongest token first."""
         rows = []
         for token in np.flatnonzero(self.counts >= min_count):
@@ -241,7 +242,12 @@ class GateAnalysis:
         self._step = jax.jit(functools.partial(read_window, model=model, batch_at=plan.batch_at))
 
     def __call__(
-        self, params: Any, *, max_windows: int | None = None, top: int = 20, title: str = ""
+        self,
+        params: optax.Params,
+        *,
+        max_windows: int | None = None,
+        top: int = 20,
+        title: str = "",
     ) -> GateReport:
         """Reads all windows, or the first `max_windows`; the report keeps `top` moments."""
         model, plan = self.model, self.plan

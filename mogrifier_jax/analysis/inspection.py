@@ -8,13 +8,12 @@ import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.analysis import documents, gate_statistics, token_losses
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import loaded_run, loading, paper_tables, scored_texts
@@ -63,7 +62,7 @@ def inspect(
     document: str | None = None,
     json_path: str | None = None,
     max_windows: int | None = None,
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
+) -> dict[str, dict[str, list[files.JsonObject]]]:
     """Measures runs on their validation data, and prints tables.
 
     Args:
@@ -96,7 +95,7 @@ def inspect(
 
 def measure(
     workdir: str, max_windows: int | None = None
-) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+) -> tuple[str, dict[str, list[files.JsonObject]]]:
     """The name of the model of a run, and its rows by kind of table."""
     loaded = loading.load_run(workdir)
     config, vocab = loaded.config, loaded.vocabulary
@@ -126,7 +125,7 @@ def name_model(config: config_dict.ConfigDict) -> str:
     return NAMES.get(name, name)
 
 
-def average(runs: Sequence[documents.Rows]) -> list[dict[str, Any]]:
+def average(runs: Sequence[documents.Rows]) -> list[files.JsonObject]:
     """Averages the floats of several runs, row by row; other values are those of the first run."""
     rows = []
     for same in zip(*runs, strict=True):
@@ -170,7 +169,7 @@ def to_markdown(kind: str, by_model: Mapping[str, documents.Rows]) -> str:
     return f"{documents.make_table(head, lines)}\n\nRuns: {runs}."
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Replaces numbers that are not finite by None, because JSON cannot represent them."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}

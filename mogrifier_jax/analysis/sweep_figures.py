@@ -1,9 +1,9 @@
 """Figures of the results of a sweep: scores beside the paper's, and learning curves."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mogrifier_jax import configs
+from mogrifier_jax import configs, files
 from mogrifier_jax.analysis import documents, figures
 from mogrifier_jax.training import units
 
@@ -70,7 +70,7 @@ def draw_learning_curves(rows: documents.Rows, title: str = "") -> "matplotlib_f
     return fig
 
 
-Points = Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]  # Rows, each with its score.
+Points = Sequence[tuple[files.JsonObject, files.JsonObject]]  # Rows, each with its score.
 
 
 def _draw_panel(

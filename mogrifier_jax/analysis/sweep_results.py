@@ -8,7 +8,6 @@ import os
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mogrifier_jax import configs, errors, files
 from mogrifier_jax.data import vocabularies
@@ -29,7 +28,7 @@ def run_folder(workdir: str | os.PathLike, variant: str, seed: int) -> pathlib.P
 
 def collect(
     variants: configs.Set, folders: Mapping[str, Sequence[pathlib.Path]]
-) -> list[dict[str, Any]]:
+) -> list[files.JsonObject]:
     """One row for each variant of a set that has a finished run.
 
     A row has the fields of `configs.Row` and those of `summarise`.
@@ -45,7 +44,7 @@ def collect(
     return rows
 
 
-def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[str, Any]:
+def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> files.JsonObject:
     """Scores, sizes and costs of several runs of one config.
 
     `valid` and `test` have the `scores` of the seeds in `unit`, their `mean`, and their sample
@@ -61,7 +60,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     model = runs.make_model(config, len(vocab))
     records = [read_record(folder) for folder in folders]
     starts = [start for folder in folders for start in _read_starts(folder / "version.json")]
-    summary: dict[str, Any] = {
+    summary: files.JsonObject = {
         "unit": unit,
         "runs": ["/".join(folder.parts[-2:]) for folder in folders],
         "num_params": sum(models.count_parameters(model).values()),
@@ -88,9 +87,7 @@ def summarise(folders: Sequence[pathlib.Path], unit: str | None = None) -> dict[
     return summary
 
 
-def difference(
-    first: Mapping[str, Any], other: Mapping[str, Any], split: str
-) -> tuple[float, float]:
+def difference(first: files.JsonObject, other: files.JsonObject, split: str) -> tuple[float, float]:
     """The difference between the mean nats of two rows, and its standard error.
 
     The standard error is nan if one of them has fewer than two seeds.
@@ -102,7 +99,7 @@ def difference(
     return gap, math.sqrt(sum(statistics.variance(nats) / len(nats) for nats in samples))
 
 
-def nats_of_seeds(row: Mapping[str, Any], split: str) -> list[float]:
+def nats_of_seeds(row: files.JsonObject, split: str) -> list[float]:
     """The scores of a row in nats; files of earlier versions have them only in their unit."""
     score = row[split]
     if "nats_of_seeds" in score:
@@ -119,17 +116,17 @@ def _read_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     return list(zip(map(int, steps), map(float, nats), strict=True))
 
 
-def read_results(folder: pathlib.Path) -> dict[str, Any]:
+def read_results(folder: pathlib.Path) -> files.JsonObject:
     """The results.json of a finished run."""
     return files.read_json(folder / "results.json", RESULTS, REMEDY)
 
 
-def read_record(folder: pathlib.Path) -> dict[str, Any]:
+def read_record(folder: pathlib.Path) -> files.JsonObject:
     """What a sweep has noted about a run: seconds, hardware, and why it diverged."""
     path = folder / "sweep.json"
     return files.read_json(path, RECORD, REMEDY) if path.exists() else {}
 
 
-def _read_starts(path: pathlib.Path) -> list[dict[str, Any]]:
+def _read_starts(path: pathlib.Path) -> list[files.JsonObject]:
     schema = [{"commit?": (str, None)}]
     return files.read_json(path, schema, "delete it") if path.exists() else []

@@ -1,13 +1,11 @@
 """Tables of the results of a sweep, beside the paper's numbers, and differences between rows."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from mogrifier_jax import files
 from mogrifier_jax.analysis import documents, sweep_results
 from mogrifier_jax.training import units
 
 
-def show(score: Mapping[str, Any], unit: str) -> str:
+def show(score: files.JsonObject, unit: str) -> str:
     """The mean of a score, and its standard deviation if there are several seeds."""
     digits = units.digits(unit)
     spread = "" if score["spread"] is None else f" ± {score['spread']:.{digits}f}"
@@ -66,7 +64,7 @@ def compare(rows: documents.Rows, x_label: str | None = None) -> str:
     return documents.make_table(head, lines) if lines else ""
 
 
-def _name_pair(first: Mapping[str, Any], other: Mapping[str, Any], x_label: str | None) -> str:
+def _name_pair(first: files.JsonObject, other: files.JsonObject, x_label: str | None) -> str:
     if first["label"] == other["label"]:
         return f"{x_label or 'setting'}: {_show_x(first['x'])} − {_show_x(other['x'])}"
     pair = f"{first['label']} − {other['label']}"
@@ -74,7 +72,7 @@ def _name_pair(first: Mapping[str, Any], other: Mapping[str, Any], x_label: str 
     return f"{pair}, {x_label or 'setting'} {_show_x(first['x'])}" if same_x else pair
 
 
-def _group(rows: documents.Rows) -> list[list[Mapping[str, Any]]]:
+def _group(rows: documents.Rows) -> list[list[files.JsonObject]]:
     """The rows that are compared with each other: all of them, or those with the same x."""
     labels, positions = {row["label"] for row in rows}, {row["x"] for row in rows}
     if len(labels) == len(rows) or len(positions) == len(rows):
@@ -82,7 +80,7 @@ def _group(rows: documents.Rows) -> list[list[Mapping[str, Any]]]:
     return [[row for row in rows if row["x"] == x] for x in dict.fromkeys(r["x"] for r in rows)]
 
 
-def is_best(row: Mapping[str, Any], rows: documents.Rows) -> bool:
+def is_best(row: files.JsonObject, rows: documents.Rows) -> bool:
     """Whether a row has the best validation score of those that it is compared with."""
     (rivals,) = (group for group in _group(rows) if any(row is each for each in group))
     return len(rivals) > 1 and row["valid"]["nats"] == min(r["valid"]["nats"] for r in rivals)

@@ -44,7 +44,7 @@ class Job(NamedTuple):
         return f"{self.variant}, seed {self.seed}"
 
 
-def is_set(value: Any) -> bool:
+def is_set(value: object) -> bool:
     """Whether a value is a `configs.Set` with rows."""
     return (
         isinstance(value, configs.Set)

@@ -5,12 +5,11 @@ loss of the token before them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import evaluate
 
 # The edges of the groups.
@@ -21,14 +20,14 @@ SURPRISES = (1, 2, 4, 6, 8, 10)
 
 def by_frequency(
     scores: evaluate.TokenScores, counts: np.ndarray, edges: Sequence[int] = FREQUENCIES
-) -> list[dict[str, Any]]:
+) -> list[files.JsonObject]:
     """Mean loss by how often a token occurs in the training text, which is `counts` [V]."""
     return group(counts[scores.tokens], scores.nats, edges)
 
 
 def by_position(
     scores: evaluate.TokenScores, eos_id: int, edges: Sequence[int] = POSITIONS
-) -> list[dict[str, Any]]:
+) -> list[files.JsonObject]:
     """Mean loss by how many tokens of the line precede a token."""
     return group(positions_in_line(scores.tokens, eos_id), scores.nats, edges)
 
@@ -41,13 +40,15 @@ def positions_in_line(tokens: np.ndarray, eos_id: int) -> np.ndarray:
     return indices - starts[np.searchsorted(starts, indices, side="right") - 1]
 
 
-def after_losses(nats: np.ndarray, thresholds: Sequence[float] = SURPRISES) -> list[dict[str, Any]]:
+def after_losses(
+    nats: np.ndarray, thresholds: Sequence[float] = SURPRISES
+) -> list[files.JsonObject]:
     """Mean loss of the tokens that follow a loss above a threshold (as in arXiv:1609.07959)."""
     before, after = np.asarray(nats[:-1], np.float64), np.asarray(nats[1:], np.float64)
     return [{"above": least, **_mean_loss(after[before > least])} for least in thresholds]
 
 
-def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any]]:
+def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[files.JsonObject]:
     """Mean loss of the tokens whose key is in [edge, next edge); the last group is unbounded."""
     if len(keys) != len(nats):
         raise errors.UsageError(f"{len(keys)} keys for {len(nats)} tokens; give one for each")
@@ -60,7 +61,7 @@ def group(keys: np.ndarray, nats: np.ndarray, edges: Sequence[float]) -> list[di
     ]
 
 
-def _mean_loss(nats: np.ndarray) -> dict[str, Any]:
+def _mean_loss(nats: np.ndarray) -> files.JsonObject:
     """The number of losses, their mean and its standard error."""
     count = len(nats)
     return {
@@ -70,7 +71,7 @@ def _mean_loss(nats: np.ndarray) -> dict[str, Any]:
     }
 
 
-def label_group(row: Mapping[str, Any], above: str = "above ", to: str = " to ") -> str:
+def label_group(row: files.JsonObject, above: str = "above ", to: str = " to ") -> str:
     """The label of a group of tokens; figures pass shorter texts for `above` and `to`."""
     if "above" in row:
         return f"{above}{row['above']:g}"

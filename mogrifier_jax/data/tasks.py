@@ -8,10 +8,11 @@ has tasks with shapes instead of data.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from mogrifier_jax import errors
 from mogrifier_jax.data import (
@@ -30,8 +31,8 @@ READING = ("name", "batch_size", "window", "drop_state_probability", "episodic",
 LONG_WINDOW = 10_000  # Tokens. A window up to this size may be longer than the text.
 
 Batch = streams.Window | reverse_copy.CopyBatch
-Stream = Any  # A pytree of arrays, from which `batch_at` cuts batches.
-BatchAt = Callable[[Any, jax.Array | int], Any]  # From (stream, index) to the Batch of that index.
+Stream: TypeAlias = PyTree[jax.Array]  # The arrays from which `batch_at` cuts batches.
+BatchAt = Callable[[Stream, jax.Array | int], Batch]  # The arguments are the stream and an index.
 
 
 class Kind(NamedTuple):
@@ -64,7 +65,7 @@ class Task(NamedTuple):
     # The number of lines of a split, which limits how many stripes it is divided into. Independent
     # examples have no stripes, so by default there is practically no limit.
     num_lines: Callable[[str], int] = lambda split: 1 << 30
-    summary: tuple[tuple[str, Any], ...] = ()  # Rows of the table at the start of a run.
+    summary: tuple[tuple[str, object], ...] = ()  # Rows of the table at the start of a run.
     digests: Mapping[str, str] = {}  # SHA-256 of each split; empty if there is no corpus.
     splits: tuple[str, ...] = corpora.SPLITS  # The names that `plan` and `num_lines` accept.
 
@@ -284,7 +285,7 @@ def _make_copy_task(
 GENERATED: dict[str, Callable[..., Task]] = {"reverse_copy": _make_copy_task}
 
 
-def _summarise(corpus: corpora.Corpus) -> tuple[tuple[str, Any], ...]:
+def _summarise(corpus: corpora.Corpus) -> tuple[tuple[str, object], ...]:
     """The rows about a corpus in the table at the start of a run."""
     tokens = " / ".join(f"{len(corpus.split(split).tokens):,}" for split in corpora.SPLITS)
     return (

@@ -26,11 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import array_digests, loaded_run, montecarlo
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import models, stack
 from mogrifier_jax.training import atomic_files, evaluate, state_arrays
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
@@ -206,7 +207,7 @@ class DynamicEvaluation:
         state = self._copies(params, count=size)
         start = (params, self._statistics)
 
-        def dispatch(state: Any, first: int, count: int) -> tuple[jax.Array, Any]:
+        def dispatch(state: PyTree, first: int, count: int) -> tuple[jax.Array, PyTree]:
             stream = self.plan.stream
             return self._adapt_jitted(
                 state, start, stream, first, count, per_adaptation, logit_scale, rates
@@ -224,14 +225,14 @@ class DynamicEvaluation:
         diverged_at = None if finite.all() else int(np.argmin(finite))
         return Outcome(self.targets.in_order(nats[:diverged_at]), diverged_at)
 
-    def _copy(self, params: Params, *, count: int) -> tuple[Params, Any]:
+    def _copy(self, params: Params, *, count: int) -> tuple[Params, stack.Carries]:
         """`count` copies of the trained weights and of zero carries."""
         start = params, evaluate.zero_carry(self.model, self.plan)
         return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), start)
 
     def _adapt(
         self,
-        state: tuple[Params, Any],
+        state: tuple[Params, stack.Carries],
         start: tuple[Params, Statistics],
         stream: tasks.Stream,
         first: jax.Array,
@@ -239,7 +240,7 @@ class DynamicEvaluation:
         per_adaptation: tuple[UpdateRule, jax.Array],
         logit_scale: jax.Array,
         rates: models.Dropout | None,
-    ) -> tuple[jax.Array, tuple[Params, Any]]:
+    ) -> tuple[jax.Array, tuple[Params, stack.Carries]]:
         """Nats [W, A, B, T] of `count` windows, and the weights and carries [A, ...] after them.
 
         Args:
@@ -249,8 +250,10 @@ class DynamicEvaluation:
         """
         params, statistics = start
 
-        def score(state: Any, batch: Any, index: jax.Array) -> Any:
-            def adapt_one(adapted: Params, carry: Any, rule: UpdateRule, key: jax.Array) -> Any:
+        def score(state: PyTree, batch: tasks.Batch, index: jax.Array) -> PyTree:
+            def adapt_one(
+                adapted: Params, carry: stack.Carries, rule: UpdateRule, key: jax.Array
+            ) -> Any:
                 def loss_fn(adapted: Params) -> Any:
                     variables = {"params": adapted}
                     # Without dropout the model draws no random numbers.
@@ -326,7 +329,7 @@ def gradient_statistics(
     squares = functools.partial(square_gradients, model=model, batch_at=plan.batch_at, chunk=chunk)
     step = jax.jit(squares, donate_argnames="state")
 
-    def dispatch(state: Any, first: int, count: int) -> tuple[jax.Array, Any]:
+    def dispatch(state: PyTree, first: int, count: int) -> tuple[jax.Array, PyTree]:
         return step(params, state, plan.stream, first, count)
 
     state = jax.tree.map(jnp.zeros_like, params), evaluate.zero_carry(model, plan)
@@ -341,7 +344,7 @@ def gradient_statistics(
 
 def square_gradients(
     params: Params,
-    state: tuple[Params, Any],
+    state: tuple[Params, stack.Carries],
     stream: tasks.Stream,
     first: jax.Array,
     count: jax.Array,
@@ -349,18 +352,20 @@ def square_gradients(
     model: loaded_run.Model,
     batch_at: tasks.BatchAt,
     chunk: int,
-) -> tuple[jax.Array, tuple[Params, Any]]:
+) -> tuple[jax.Array, tuple[Params, stack.Carries]]:
     """Losses [W] of `count` windows, and the state: summed squared gradients and the carry."""
     lengths = batch_at(stream, 0).lengths
     # Empty stripes, which fill up the mesh, do not count.
     stripes = None if lengths is None else jnp.sum(lengths > 0)
 
-    def loss_fn(params: Params, batch: Any, carry: Any) -> tuple[jax.Array, Any]:
+    def loss_fn(
+        params: Params, batch: tasks.Batch, carry: stack.Carries
+    ) -> tuple[jax.Array, PyTree]:
         nats: Any  # Flax annotates the second result of `apply` as variables.
         carry, nats = model.apply({"params": params}, batch, carry, method="batch_nats")
         return nats.sum() / (nats.shape[0] if stripes is None else stripes), carry
 
-    def score(state: Any, batch: Any, index: jax.Array) -> Any:
+    def score(state: PyTree, batch: tasks.Batch, index: jax.Array) -> PyTree:
         del index
         squares, carry = state
         (loss, carry), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, carry)

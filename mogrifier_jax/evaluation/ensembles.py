@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.evaluation import token_files
 from mogrifier_jax.training import evaluate, summaries, units
 
@@ -20,7 +20,7 @@ class Ensemble(NamedTuple):
     vocabulary: str  # The digest of the vocabulary.
 
 
-def evaluate_ensemble(paths: Sequence[str], output: str | None = None) -> dict[str, Any]:
+def evaluate_ensemble(paths: Sequence[str], output: str | None = None) -> files.JsonObject:
     """Shows the scores of token files and of their ensemble, which is written to `output`."""
     scores, members, vocabulary = average_files(paths)
     nats = scores.mean()

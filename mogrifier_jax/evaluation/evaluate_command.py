@@ -13,14 +13,13 @@ import hashlib
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.evaluation import (
     dyneval,
     ensembles,
@@ -35,7 +34,7 @@ from mogrifier_jax.training import atomic_files, evaluate, units, workdirs
 
 def evaluate_workdirs(
     folders: Sequence[str], options: config_dict.ConfigDict
-) -> list[dict[str, Any]]:
+) -> list[files.JsonObject]:
     """Evaluates the runs in these workdirs, or averages token files; returns the results."""
     eval_options.check(options)
     if options.ensemble:
@@ -58,7 +57,7 @@ def evaluate_workdirs(
     return evaluations
 
 
-def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> dict[str, Any]:
+def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> files.JsonObject:
     """Scores the run in one workdir by the chosen methods; returns its evaluation.json."""
     names = [name for name in options.methods.split(",") if name]
     for name in names:
@@ -86,9 +85,9 @@ def make_result(
     scorer: methods.Scorer,
     method: str,
     text: str,
-    details: Mapping[str, Any],
+    details: files.JsonObject,
     outcome: evaluate.TokenScores | dyneval.Outcome,
-) -> dict[str, Any]:
+) -> files.JsonObject:
     """One result for evaluation.json; its token file is written.
 
     The nats of a result that diverged are None, and those before the divergence are kept.

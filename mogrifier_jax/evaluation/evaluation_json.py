@@ -5,8 +5,6 @@ Results of several commands are kept together as long as they are scores of the 
 
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.evaluation import methods, paper_tables
@@ -35,7 +33,7 @@ SCHEMA = {
 _NOT_OPTIONS = ("method", "text", "nats", "tokens", "seconds", "file", "perplexity", "bits")
 
 
-def start_evaluation(scorer: methods.Scorer) -> dict[str, Any]:
+def start_evaluation(scorer: methods.Scorer) -> files.JsonObject:
     """The content of evaluation.json, with the earlier results of the same checkpoint."""
     info = scorer.loaded.info
     num_params = sum(models.count_parameters(scorer.model).values())
@@ -51,7 +49,7 @@ def start_evaluation(scorer: methods.Scorer) -> dict[str, Any]:
     return evaluation
 
 
-def add_result(folder: str, evaluation: dict[str, Any], result: Mapping[str, Any]) -> None:
+def add_result(folder: str, evaluation: files.JsonObject, result: files.JsonObject) -> None:
     """Adds a result to the file, to which other processes may add theirs at the same time."""
     with atomic_files.locked(folder):
         _copy_earlier_results(folder, evaluation)
@@ -63,7 +61,7 @@ def add_result(folder: str, evaluation: dict[str, Any], result: Mapping[str, Any
         workdirs.write_json(folder, FILE, evaluation)
 
 
-def _copy_earlier_results(folder: str, evaluation: dict[str, Any]) -> None:
+def _copy_earlier_results(folder: str, evaluation: files.JsonObject) -> None:
     """Copies the results in the workdir, if they are of the same checkpoint."""
     if (pathlib.Path(folder) / FILE).exists():
         earlier = read_evaluation(folder)
@@ -71,7 +69,7 @@ def _copy_earlier_results(folder: str, evaluation: dict[str, Any]) -> None:
             evaluation["results"] = earlier["results"]
 
 
-def read_evaluation(folder: str) -> dict[str, Any]:
+def read_evaluation(folder: str) -> files.JsonObject:
     """The content of evaluation.json in a workdir."""
     path = pathlib.Path(folder) / FILE
     if not path.exists():
@@ -81,9 +79,9 @@ def read_evaluation(folder: str) -> dict[str, Any]:
     return files.read_json(path, SCHEMA, "delete it and evaluate again")
 
 
-def format_table(evaluation: Mapping[str, Any]) -> str:
+def format_table(evaluation: files.JsonObject) -> str:
     """The table on the terminal: the scores of each method, then the options that it used."""
-    sections: dict[str, list[tuple[str, Any]]] = {
+    sections: dict[str, list[tuple[str, object]]] = {
         "run": [
             ("workdir", evaluation["workdir"]),
             ("checkpoint", f"{evaluation['which']}, step {evaluation['step']:,}"),
@@ -95,7 +93,7 @@ def format_table(evaluation: Mapping[str, Any]) -> str:
         results = [result for result in evaluation["results"] if result["method"] == method]
         if not results:
             continue
-        rows: list[tuple[str, Any]] = []
+        rows: list[tuple[str, object]] = []
         for result in results:
             diverged = result["nats"] is None
             score = "diverged" if diverged else units.show(result["nats"], unit)

@@ -1,17 +1,17 @@
 """A trained run in memory: its config, its model with weights, and its vocabulary."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from ml_collections import config_dict
 
-from mogrifier_jax import partitioning
+from mogrifier_jax import files, partitioning
 from mogrifier_jax.data import vocabularies
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import cells, models
 
-Model = models.LanguageModel | models.EncoderDecoder
-Params = Any  # A pytree of arrays.
+Model = models.Model
+Params = cells.Params
 
 
 class LoadedRun(NamedTuple):
@@ -22,7 +22,7 @@ class LoadedRun(NamedTuple):
     vocabulary: vocabularies.Vocabulary
     params: Params  # The averaged weights, if the checkpoint has any.
     temperature: float | None  # The logit scale that training found on the validation set.
-    info: dict[str, Any]  # workdir, which, step, total_steps, finished, digests of the corpus.
+    info: files.JsonObject  # workdir, which, step, total_steps, finished, digests of the corpus.
 
 
 def weights_sharding(mesh: Mesh | None) -> Sharding:

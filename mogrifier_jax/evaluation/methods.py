@@ -17,7 +17,7 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.evaluation import dyneval, eval_options, loading, montecarlo, scored_texts
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import evaluate, runs
@@ -64,7 +64,7 @@ class Scorer:
         """Reads the corpus of the run, of which a file to score needs only the statistics."""
         return scored_texts.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
 
-    def deterministic(self) -> tuple[dict[str, Any], ScoreFn]:
+    def deterministic(self) -> tuple[files.JsonObject, ScoreFn]:
         """One pass without dropout and without adaptation."""
         temperature = self.find_temperature(self.batch_size, self.window)
 
@@ -77,7 +77,7 @@ class Scorer:
 
         return {"temperature": temperature, "window": self.window}, score
 
-    def mc(self) -> tuple[dict[str, Any], ScoreFn]:
+    def mc(self) -> tuple[files.JsonObject, ScoreFn]:
         """Monte-Carlo dropout, with the dropout multiplier that is best on validation."""
 
         def score(name: str, multiplier: float, temperature: float) -> evaluate.TokenScores:
@@ -88,7 +88,7 @@ class Scorer:
         chosen, score_fn = self.choose_multiplier(self.batch_size, self.window, score)
         return chosen | {"window": self.window} | self.sampling_options(), score_fn
 
-    def dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
+    def dyneval(self) -> tuple[files.JsonObject, ScoreFn]:
         """Dynamic evaluation, with the settings that are best on validation."""
         options = self.options.dyneval
         temperature = self.find_temperature(options.batch_size, options.window)
@@ -104,7 +104,7 @@ class Scorer:
         details |= self.check_rounding(chosen, temperature)
         return {"temperature": temperature} | details, score
 
-    def mc_dyneval(self) -> tuple[dict[str, Any], ScoreFn]:
+    def mc_dyneval(self) -> tuple[files.JsonObject, ScoreFn]:
         """Monte-Carlo dropout whose samples each adapt; settings are chosen without dropout."""
         if self.options.average != "arithmetic":
             raise errors.UsageError(
@@ -147,13 +147,13 @@ class Scorer:
         )
         return {"chaotic": True}
 
-    def sampling_options(self) -> dict[str, Any]:
+    def sampling_options(self) -> files.JsonObject:
         """The options of Monte-Carlo samples that are kept with a result."""
         names = ("samples", "average", "seed")
         power = {"power": self.options.power} if self.options.average == "power" else {}
         return {name: self.options[name] for name in names} | power
 
-    def adaptation_options(self) -> dict[str, Any]:
+    def adaptation_options(self) -> files.JsonObject:
         """The options of dynamic evaluation that are kept with a result."""
         losses = self.compute_statistics().losses
         assert losses is not None, "only a DynamicEvaluation drops them"

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import streams, tasks
 from mogrifier_jax.evaluation import loaded_run
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import models, stack
 from mogrifier_jax.training import evaluate
 
 AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")
@@ -144,7 +144,9 @@ class MonteCarlo:
         count = self.num_blocks * self.block_size
         carry = jax.tree.map(lambda a: self._place(jnp.zeros((count, *a.shape), a.dtype)), zeros)
 
-        def dispatch(carry: Any, first: int, count: int) -> tuple[jax.Array, Any]:
+        def dispatch(
+            carry: stack.Carries, first: int, count: int
+        ) -> tuple[jax.Array, stack.Carries]:
             stream, blocks = self.plan.stream, self._blocks
             return self._score_jitted(
                 params, stream, carry, first, count, logit_scale, rates, blocks
@@ -158,13 +160,13 @@ class MonteCarlo:
         self,
         params: loaded_run.Params,
         stream: tasks.Stream,
-        carry: Any,
+        carry: stack.Carries,
         first: jax.Array,
         count: jax.Array,
         logit_scale: jax.Array,
         rates: models.Dropout,
         blocks: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, stack.Carries]:
         """Nats [W, B, T] of the average over samples, and the carry [K, M, B, ...] of each sample.
 
         Args:
@@ -173,8 +175,10 @@ class MonteCarlo:
         average, model = self._average, self.model
         method = log_probabilities if average.whole else "batch_nats"
 
-        def score(carry: Any, batch: Any, index: jax.Array) -> tuple[Any, jax.Array]:
-            def sample(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        def score(
+            carry: stack.Carries, batch: tasks.Batch, index: jax.Array
+        ) -> tuple[stack.Carries, jax.Array]:
+            def sample(carry: stack.Carries, key: jax.Array) -> tuple[stack.Carries, jax.Array]:
                 rngs = {"dropout": jax.random.fold_in(key, index)}
                 outputs: Any  # Flax annotates the second result of `apply` as variables.
                 carry, outputs = model.apply(
@@ -182,7 +186,7 @@ class MonteCarlo:
                 )
                 return carry, outputs if average.whole else -outputs[..., None]
 
-            def add_block(total: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+            def add_block(total: jax.Array, block: Any) -> tuple[jax.Array, stack.Carries]:
                 carry, keys, weights = block
                 carry, log_p = jax.vmap(sample)(carry, keys)
                 return average.add(total, log_p, weights), carry
@@ -208,10 +212,10 @@ class MonteCarlo:
 def log_probabilities(
     model: models.LanguageModel,
     batch: streams.Window,
-    carry: Any,
+    carry: stack.Carries,
     rates: models.Dropout,
     logit_scale: jax.Array,
-) -> tuple[Any, jax.Array]:
+) -> tuple[stack.Carries, jax.Array]:
     """The carry, and log p [B, T, V] of all tokens under dropout; a `method` of `apply`."""
     start = None if carry == () else carry
     steps = jnp.arange(batch.inputs.shape[1])[:, None]

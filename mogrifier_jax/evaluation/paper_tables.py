@@ -1,11 +1,10 @@
 """Tables in Markdown of evaluated runs, with the numbers of the paper beside ours."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from ml_collections import config_dict
 
-from mogrifier_jax import configs
+from mogrifier_jax import configs, files
 from mogrifier_jax.evaluation import methods
 from mogrifier_jax.training import units
 
@@ -47,7 +46,7 @@ def paper_nats(run: Mapping[str, str], method: str) -> list[float | None]:
     return [None] * len(COLUMNS)
 
 
-def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
+def to_markdown(evaluations: Sequence[files.JsonObject]) -> str:
     """One table for each corpus; an evaluation is the content of an evaluation.json."""
     sections = []
     head = ["model", "parameters", "evaluation", *COLUMNS, "run"]
@@ -63,14 +62,14 @@ def to_markdown(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown_table(
-    head: Sequence[Any], rows: Sequence[Sequence[Any]], right: Collection[int] = ()
+    head: Sequence[object], rows: Sequence[Sequence[object]], right: Collection[int] = ()
 ) -> str:
     """A table in Markdown; the columns in `right`, counted from 0, are aligned to the right."""
     rule = ["---:" if column in right else "---" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, rule, *rows))
 
 
-def make_rows(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
+def make_rows(evaluation: files.JsonObject) -> Iterator[list[str]]:
     """The rows of a run, one for each method that is not the adapted form of another."""
     run, unit = evaluation["run"], evaluation["unit"]
     ours = {(result["method"], result["text"]): result for result in evaluation["results"]}
@@ -86,7 +85,7 @@ def make_rows(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [run["model"], run["params"], method, *cells, workdir]
 
 
-def _format_cell(result: Mapping[str, Any] | None, paper: float | None, unit: str) -> str:
+def _format_cell(result: files.JsonObject | None, paper: float | None, unit: str) -> str:
     theirs = "" if paper is None else units.number(paper, unit)
     if result is None or result["nats"] is None:
         ours = "–" if result is None else "diverged"

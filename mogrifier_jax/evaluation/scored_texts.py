@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from absl import logging
@@ -16,7 +16,7 @@ class ScoredTexts(NamedTuple):
     """Texts as the splits of a task, and what is kept with their scores."""
 
     task: tasks.Task
-    origin: dict[str, Any]  # The corpus and its changed splits, or a file and its unknown tokens.
+    origin: files.JsonObject  # The corpus and its changed splits, or a file and its unknown tokens.
 
 
 def read_splits(
@@ -39,7 +39,7 @@ def read_splits(
             "not the text that the run was trained on; set --eval.source_dir to that, or score "
             "the file itself with --eval.text"
         )
-    origin: dict[str, Any] = {"corpus": options["name"]}
+    origin: files.JsonObject = {"corpus": options["name"]}
     known = loaded.info.get("corpus", {})
     changed = [split for split in known if known[split] != task.digests.get(split, known[split])]
     if changed:

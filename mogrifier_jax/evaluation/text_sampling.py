@@ -6,7 +6,7 @@ serves every prompt.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from mogrifier_jax import errors, options
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import scored_texts
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import cells, models, stack
 from mogrifier_jax.options import Option
 
 CHUNK = 16  # Steps of one dispatch.
@@ -35,8 +35,7 @@ LIMITS = {
 class Sampling(NamedTuple):
     """The options of `--mode=sample` and of `TrainedModel.generate`.
 
-    The temperature divides the logits, so values below 1 sharpen the distribution. It is an input
-    of the program, whereas `top_k`, `top_p` and `min_p` are compiled into it.
+    The temperature divides the logits, so values below 1 sharpen the distribution.
     """
 
     length: int = 300  # Tokens to draw.
@@ -50,6 +49,10 @@ class Sampling(NamedTuple):
     def check(self) -> None:
         """Refuses impossible options before anything is loaded or compiled."""
         options.check_values(self._asdict(), LIMITS)
+
+    def compiled(self) -> "Sampling":
+        """Only the options that are compiled, so that others do not compile the program again."""
+        return Sampling(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     def restrict(self, logits: jax.Array) -> jax.Array:
         """Sets the logits of tokens that may not be drawn to -inf.
@@ -81,15 +84,15 @@ class Drawn(NamedTuple):
 
 def draw_chunk(
     model: models.LanguageModel,
-    variables: Any,
+    variables: Mapping[str, cells.Params],
     logits: jax.Array,
-    carry: Any,
+    carry: stack.Carries,
     key: jax.Array,
     forced: jax.Array,
     temperature: jax.Array,
     *,
     sampling: Sampling,
-) -> tuple[Any, Drawn]:
+) -> tuple[stack.Carries, Drawn]:
     """Draws or reads the next CHUNK tokens of every sample; also returns the carry.
 
     Args:

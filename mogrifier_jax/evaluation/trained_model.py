@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 from ml_collections import config_dict
 
-from mogrifier_jax import config_keys, errors, options
+from mogrifier_jax import config_keys, errors, files, options
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import loaded_run, loading, model_files, text_sampling
 from mogrifier_jax.nn import cells, models, stack
@@ -107,7 +107,7 @@ class TrainedModel:
         self.params: cells.Params = loaded.params
         # Multiplies the logits of scores; lamb calls it the softmax temperature.
         self.logit_scale: float = loaded.temperature or 1.0
-        self.info: dict[str, Any] = loaded.info
+        self.info: files.JsonObject = loaded.info
         self._loaded = loaded
         self._nats = jax.jit(functools.partial(model.apply, method="nats"))
         self._gates = jax.jit(functools.partial(model.apply, method="gates"))
@@ -168,9 +168,8 @@ class TrainedModel:
 
         Args:
           prompt: how the text begins; None starts at the beginning of a line.
-          options: the fields of `text_sampling.Sampling`: `length`, `temperature` (which divides
-            the logits, so values below 1 sharpen), `top_k`, `top_p`, `min_p`, `num_samples` and
-            `seed`.
+          options: those of `--mode=sample`, which `text_sampling.Sampling` lists, such as `length`,
+            `temperature` (which divides the logits, so values below 1 sharpen) and `seed`.
         """
         unknown = options.keys() - set(text_sampling.Sampling._fields)
         if unknown:
@@ -205,10 +204,6 @@ class TrainedModel:
         key = jax.random.key(sampling.seed)
         carry = self._initial_carry(num_samples)
         logits = self._place(jnp.zeros((num_samples, len(self.vocabulary))))
-        # Other options must not be part of the compiled program, or it would be compiled again.
-        static = text_sampling.Sampling(
-            top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
-        )
         for first in range(0, total, text_sampling.CHUNK):
             carry, drawn = self._draw_chunk(
                 {"params": self.params},
@@ -217,7 +212,7 @@ class TrainedModel:
                 jax.random.fold_in(key, first),
                 forced[first : first + text_sampling.CHUNK],
                 jnp.float32(sampling.temperature),
-                sampling=static,
+                sampling=sampling.compiled(),
             )
             if not drawn.finite:
                 raise errors.UsageError(
@@ -291,7 +286,7 @@ class TrainedModel:
         variables = {"params": self.params}
         return self._place(self.model.apply(variables, batch_size, method="initial_carry"))
 
-    def _place(self, tree: Any) -> Any:
+    def _place(self, tree: PyTree) -> PyTree:
         """Puts arrays on the device of the parameters, so that jit compiles only once."""
         return jax.device_put(tree, jax.tree.leaves(self.params)[0].sharding)
 

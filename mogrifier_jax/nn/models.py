@@ -242,6 +242,10 @@ class EncoderDecoder(Sizes):
         return self.decoder.nats(inputs, targets, carry, lengths, rates, logit_scale)[1]
 
 
+# What configs make.
+Model = LanguageModel | EncoderDecoder
+
+
 def _fields_for(module: type[nn.Module], model: nn.Module) -> dict[str, Any]:
     """The fields of a submodule that the model has under the same names, with their values."""
     names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
@@ -279,7 +283,7 @@ def make_model(
     encoder_decoder: bool = False,
     dtype: str = "float32",
     **options: Any,
-) -> LanguageModel | EncoderDecoder:
+) -> Model:
     """Makes a model from the keys of `config.model`; solves the hidden size from a budget."""
     kind = EncoderDecoder if encoder_decoder else LanguageModel
     defaults = {field.name: field.default for field in dataclasses.fields(LanguageModel)}
@@ -294,7 +298,7 @@ def make_model(
         )
     of_cell = _accepted_options(options.get("cell", kind.cell), of_cell)
 
-    def make(hidden_size: int) -> LanguageModel | EncoderDecoder:
+    def make(hidden_size: int) -> Model:
         return kind(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -336,7 +340,7 @@ def embedding_size(hidden_size: int, ratio: float) -> int:
     return max(1, round(min(1.0, ratio) * hidden_size))
 
 
-def solve_hidden_size(budget: int, make: Callable[[int], LanguageModel | EncoderDecoder]) -> int:
+def solve_hidden_size(budget: int, make: Callable[[int], Model]) -> int:
     """The largest hidden size whose model `make(hidden_size)` has at most `budget` parameters."""
 
     def count(hidden_size: int) -> int:
@@ -360,7 +364,7 @@ def solve_hidden_size(budget: int, make: Callable[[int], LanguageModel | Encoder
     return fits
 
 
-def count_parameters(model: LanguageModel | EncoderDecoder) -> dict[str, int]:
+def count_parameters(model: Model) -> dict[str, int]:
     """The number of parameters of each part, by formula: tracing a model takes too long."""
     v, h, e = model.vocab_size, model.hidden_size, model.embedding_size
     # This cell only gives the options, so its size does not matter.

@@ -11,14 +11,16 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from absl import logging
+from jaxtyping import PyTree
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import abstract_tasks, tasks
 from mogrifier_jax.nn import models, plans
 from mogrifier_jax.preflight import costs, flops, memory, schedules, targets, times, topologies
@@ -113,7 +115,7 @@ class Estimate:
         between = self.turns * (evaluation + self.saving_seconds)
         return (self.steps * step + between) / 86_400
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> files.JsonObject:
         """The fields and the properties above as plain values; None where a number is unknown."""
         derived = ("seconds", "tokens_per_second", "days", "scheduled_days")
         values = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
@@ -128,7 +130,7 @@ class Estimate:
         )
 
 
-def _without_unknown(values: dict[str, Any]) -> dict[str, Any]:
+def _without_unknown(values: files.JsonObject) -> files.JsonObject:
     """The values with None in place of numbers that are not finite."""
     known = {}
     for key, value in values.items():
@@ -253,7 +255,7 @@ def examine(config: config_dict.ConfigDict, target: targets.Target) -> Estimate:
     )
 
 
-def model_flops(made: runs.Run, state: Any, stream: Any) -> int:
+def model_flops(made: runs.Run, state: PyTree, stream: tasks.Stream) -> int:
     """The matmul FLOPs of the equations of a step, without what a platform's plan recomputes."""
     # Shardings would name the chips, and with them a platform.
     state, stream = jax.tree.map(
@@ -302,7 +304,9 @@ class _Evaluation(NamedTuple):
     scheduled: tuple[float, float] = (math.nan, math.nan)  # The same by both ends of the schedule.
 
 
-def _evaluation(made: runs.Run, params: Any, target: targets.Target, held: int) -> _Evaluation:
+def _evaluation(
+    made: runs.Run, params: optax.Params, target: targets.Target, held: int
+) -> _Evaluation:
     """The costs of the evaluation before a turn, next to `held` bytes of training.
 
     The windows of training data are scored at one temperature, but their time is taken from the
@@ -366,7 +370,7 @@ def examine_splits(config: config_dict.ConfigDict, target: targets.Target) -> li
     return sorted(examined, key=lambda each: (not each.fits, each.seconds, each.needed))
 
 
-def _bytes_by_kind(state: Any, stream: Any, needed: memory.Memory) -> dict[str, int]:
+def _bytes_by_kind(state: PyTree, stream: tasks.Stream, needed: memory.Memory) -> dict[str, int]:
     """The bytes on each chip during training, by kind."""
     kinds = {
         "weights": state.params,
@@ -384,7 +388,7 @@ def _bytes_by_kind(state: Any, stream: Any, needed: memory.Memory) -> dict[str, 
     }
 
 
-def shard_bytes(tree: Any) -> int:
+def shard_bytes(tree: PyTree) -> int:
     """The bytes of the arrays of an abstract tree on each chip, without padding."""
     total = 0
     for leaf in jax.tree.leaves(tree):

@@ -8,7 +8,6 @@
 import datetime
 import importlib.metadata
 import json
-from typing import Any
 
 import jax
 from ml_collections import config_dict
@@ -52,7 +51,7 @@ def to_table(estimate: estimates.Estimate) -> str:
     """An estimate as a table for the terminal."""
     show, verdict = memory.show_bytes, "fits" if estimate.fits else "DOES NOT FIT"
     needed = show(estimate.needed) if estimate.needed else "more"
-    sections: dict[str, list[tuple[str, Any]]] = {
+    sections: dict[str, list[tuple[str, object]]] = {
         "program": [
             ("chips", f"{estimate.topology}, data {estimate.data} x model {estimate.model}"),
             ("batch x window", f"{estimate.batch_size} x {estimate.window}"),

@@ -14,11 +14,12 @@ decides when to do so.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from mogrifier_jax import errors
 
@@ -26,13 +27,13 @@ from mogrifier_jax import errors
 class Averaging(NamedTuple):
     """An averaging scheme; see the docstring of the module for the order of calls."""
 
-    init: Callable[[optax.Params], Any]
-    update: Callable[[Any, optax.Params], Any]
-    value: Callable[[Any, optax.Params], optax.Params]
-    candidates: Callable[[Any, optax.Params], tuple[optax.Params, ...]]
-    is_on: Callable[[Any], Any]  # Whether any mean is not empty.
-    after_evaluation: Callable[..., Any] = lambda state, *cross_entropies: state
-    start: Callable[[Any], Any] = lambda state: state  # Called when averaging is triggered.
+    init: Callable[[optax.Params], PyTree]
+    update: Callable[[PyTree, optax.Params], PyTree]
+    value: Callable[[PyTree, optax.Params], optax.Params]
+    candidates: Callable[[PyTree, optax.Params], tuple[optax.Params, ...]]
+    is_on: Callable[[PyTree], bool | jax.Array]  # Whether any mean is not empty.
+    after_evaluation: Callable[..., PyTree] = lambda state, *cross_entropies: state
+    start: Callable[[PyTree], PyTree] = lambda state: state  # Called when averaging is triggered.
 
 
 class RunningMean(NamedTuple):

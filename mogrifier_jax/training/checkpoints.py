@@ -21,7 +21,7 @@ import pathlib
 import resource
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import IO, Any, Literal, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
+from jaxtyping import PyTree
 
 from mogrifier_jax import buckets, errors, files
 from mogrifier_jax.training import atomic_files, host_arrays, orbax_storage, state_arrays, workdirs
@@ -52,9 +53,9 @@ class Restored(NamedTuple):
     """What `Checkpoints.restore` returns."""
 
     step: int
-    state: Any
-    info: dict[str, Any]
-    fingerprint: dict[str, Any]  # Empty in checkpoints of early versions.
+    state: PyTree
+    info: files.JsonObject
+    fingerprint: files.JsonObject  # Empty in checkpoints of early versions.
 
 
 class Checkpoints:
@@ -75,7 +76,7 @@ class Checkpoints:
         *,
         keep: int = 2,
         read_only: bool = False,
-        fingerprint: Mapping[str, Any] | None = None,
+        fingerprint: files.JsonObject | None = None,
         info: Any = dict,
     ):
         self._folder = pathlib.Path(workdir).absolute() / "checkpoints"
@@ -116,7 +117,7 @@ class Checkpoints:
         """The best step, according to the newest checkpoint that can be read."""
         return next(iter(self._best_steps()), None)
 
-    def save(self, step: int, state: Any, *, info: dict[str, Any], best: bool) -> None:
+    def save(self, step: int, state: PyTree, *, info: files.JsonObject, best: bool) -> None:
         """Saves in the background; the buffers of `state` may be donated as soon as this returns.
 
         Args:
@@ -161,7 +162,7 @@ class Checkpoints:
             )
 
     def restore(
-        self, abstract_state: Any, *, which: Which = "latest", partial: bool = False
+        self, abstract_state: PyTree, *, which: Which = "latest", partial: bool = False
     ) -> Restored | None:
         """Restores the newest (or best) good checkpoint; None if nothing was ever saved.
 
@@ -286,9 +287,9 @@ class Checkpoints:
         self,
         path: pathlib.Path,
         targets: dict[str, jax.ShapeDtypeStruct],
-        abstract_state: Any,
+        abstract_state: PyTree,
         partial: bool,
-    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    ) -> tuple[files.JsonObject, dict[str, jax.Array]]:
         """Reads a checkpoint and verifies its checksums; raises in all processes or in none."""
         failure, content, arrays = None, {}, {}
         try:
@@ -315,7 +316,7 @@ class Checkpoints:
                 raise OSError(f"the checksum of {name} is wrong")
         return content, arrays
 
-    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
+    def _check_fingerprint(self, saved: files.JsonObject) -> None:
         if not (saved and self._fingerprint):
             return
         before, now = (workdirs.corpus_digests(each) for each in (saved, self._fingerprint))
@@ -407,7 +408,7 @@ def _warn_of_damage(path: pathlib.Path, why: str) -> None:
     )
 
 
-def _add_digest(content: dict[str, Any]) -> dict[str, Any]:
+def _add_digest(content: files.JsonObject) -> files.JsonObject:
     content = json.loads(json.dumps(content))  # As it will be read.
     return {"content": content, "sha256": _digest(content)}
 
@@ -416,7 +417,7 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read_content(path: pathlib.Path) -> dict[str, Any]:
+def _read_content(path: pathlib.Path) -> files.JsonObject:
     """The JSON of a checkpoint; ValueError or OSError if it is not as it was written."""
     try:
         signed = files.read_json(path / "info" / "info.json", INFO_SCHEMA, remedy="")
@@ -429,7 +430,7 @@ def _read_content(path: pathlib.Path) -> dict[str, Any]:
     return signed["content"]
 
 
-def read_fingerprint(workdir: str | os.PathLike) -> dict[str, Any]:
+def read_fingerprint(workdir: str | os.PathLike) -> files.JsonObject:
     """The fingerprint of the newest readable checkpoint of a run; empty if there is none."""
     folder = pathlib.Path(workdir) / "checkpoints"
     for step in _list_steps(folder)[::-1]:

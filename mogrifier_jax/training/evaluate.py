@@ -13,22 +13,26 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tqdm
 from absl import logging
+from jaxtyping import Array, Float, Float32, Integer, PyTree
 from ml_collections import config_dict
 
 from mogrifier_jax import partitioning
 from mogrifier_jax.data import tasks
+from mogrifier_jax.nn import models, stack
 from mogrifier_jax.training import steps
 
 # lamb's grid of logit scales, in its order,
 TEMPERATURES = tuple(round(1.06 - 0.02 * i, 2) for i in range(14))
 AT_ONCE = 7  # and how many of them are tried in one pass.
+Scored = TypeVar("Scored")
 LOG_SECONDS = 30.0  # Between lines where there is no terminal.
 
 
@@ -90,9 +94,9 @@ def read_targets(plan: tasks.Plan) -> Targets:
 class WindowScores(NamedTuple):
     """The scores of the W windows of one dispatch; entries past the last window are zero."""
 
-    nats: Any  # [W, K, B, T] if they are kept, or else ().
-    sums: Any  # [W, K], in float32.
-    counts: Any  # [W] tokens.
+    nats: Float[Array, "W K B T"] | tuple[()]  # () if they are not kept.
+    sums: Float32[Array, "W K"]
+    counts: Integer[Array, "W"]  # Of tokens.
 
 
 class Deterministic:
@@ -102,7 +106,7 @@ class Deterministic:
     returns the nats of all tokens, and training would record other numbers.
     """
 
-    def __init__(self, model: Any, plan: tasks.Plan, *, chunk: int = 16):
+    def __init__(self, model: models.Model, plan: tasks.Plan, *, chunk: int = 16):
         self.model, self.plan = model, plan
         self.chunk = min(chunk, plan.num_windows)
         run = functools.partial(
@@ -112,7 +116,11 @@ class Deterministic:
         self._score = self._jit(functools.partial(run, keep=True))
 
     def __call__(
-        self, params: Any, logit_scale: float = 1.0, max_windows: int | None = None, title: str = ""
+        self,
+        params: optax.Params,
+        logit_scale: float = 1.0,
+        max_windows: int | None = None,
+        title: str = "",
     ) -> TokenScores:
         """Scores of the tokens of the first `max_windows` windows, or of all."""
         run = self._bind(self._score, params, (logit_scale,))
@@ -127,7 +135,11 @@ class Deterministic:
         return self.targets.in_order(nats)
 
     def sums(
-        self, params: Any, logit_scales: Any, max_windows: int | None = None, title: str = ""
+        self,
+        params: optax.Params,
+        logit_scales: Sequence[float],
+        max_windows: int | None = None,
+        title: str = "",
     ) -> Sum:
         """Nats at each logit scale [K], and the number of tokens.
 
@@ -205,13 +217,13 @@ def over_windows(score, state, batch_at, stream, first, count, chunk):
 
 
 def dispatches(
-    run: Callable[..., tuple[Any, Any]],
-    state: Any,
+    run: Callable[..., tuple[Scored, PyTree]],
+    state: PyTree,
     windows: int,
     chunk: int,
     title: str = "",
     show: Callable[[], str] = str,
-) -> Iterator[tuple[Any, Any]]:
+) -> Iterator[tuple[Scored, PyTree]]:
     """Calls run(state, first, count) -> (scores, state) until all windows are done; yields both.
 
     `show()` returns the text beside the bar, after the caller has received the scores.
@@ -230,13 +242,13 @@ def dispatches(
 
 
 def collect_nats(
-    run: Callable[..., tuple[Any, Any]],
-    state: Any,
+    run: Callable[..., tuple[jax.typing.ArrayLike, PyTree]],
+    state: PyTree,
     targets: Targets,
     windows: int,
     chunk: int,
     title: str = "",
-) -> tuple[np.ndarray, Any]:
+) -> tuple[np.ndarray, PyTree]:
     """Calls run(state, first, count) -> (nats [W, ..., B, T], state) for all windows.
 
     It ends early once no result is finite, and the rest is padded with nan.
@@ -265,7 +277,7 @@ def limit_windows(plan: tasks.Plan, max_windows: int | None) -> int:
     return min(plan.num_windows, max_windows or plan.num_windows)
 
 
-def zero_carry(model: Any, plan: tasks.Plan) -> Any:
+def zero_carry(model: models.Model, plan: tasks.Plan) -> stack.Carries:
     """The carry of the first window, as new arrays, because dispatches donate them."""
     return jax.tree.map(jnp.copy, model.zero_carry(plan.batch_size)) if plan.carries else ()
 
@@ -309,7 +321,7 @@ class TurnEvaluation:
 
     def __init__(
         self,
-        model: Any,
+        model: models.Model,
         task: tasks.Task,
         settings: config_dict.ConfigDict,
         *,
@@ -324,7 +336,7 @@ class TurnEvaluation:
         self.search = self._pass("valid", batch_size, self.search_windows)
         self._splits: dict[str, Deterministic] = {}
 
-    def __call__(self, params: Any) -> Scores:
+    def __call__(self, params: optax.Params) -> Scores:
         """The scores of these weights."""
         train = mean_nats(self._train, params, 1.0, self._settings.train_windows)
         temperature = self._settings.softmax_temperature
@@ -332,12 +344,12 @@ class TurnEvaluation:
             temperature = search_temperature(functools.partial(self.search_nats, params))
         return Scores(train, self.score("valid", params, temperature), float(temperature))
 
-    def search_nats(self, params: Any, logit_scales: Sequence[float]) -> list[float]:
+    def search_nats(self, params: optax.Params, logit_scales: Sequence[float]) -> list[float]:
         """Nats per token at each of these logit scales, on the text of the temperature search."""
         sums = self.search.sums(params, logit_scales, self.search_windows)
         return list(sums.total / sums.count)
 
-    def score(self, split: str, params: Any, logit_scale: float) -> float:
+    def score(self, split: str, params: optax.Params, logit_scale: float) -> float:
         """Nats per token of a whole split, or of as much as the settings allow."""
         windows = self._settings.max_windows
         return mean_nats(self.whole(split), params, logit_scale, windows, split)
@@ -355,12 +367,12 @@ class TurnEvaluation:
         return Deterministic(self._model, plan, chunk=min(windows or 16, 32))
 
 
-def mean_nats(run: Deterministic, params: Any, logit_scale: float, *args: Any) -> float:
+def mean_nats(run: Deterministic, params: optax.Params, logit_scale: float, *args: Any) -> float:
     """Nats per token at one logit scale."""
     sums = run.sums(params, (logit_scale,), *args)
     return float(sums.total[0] / sums.count)
 
 
-def num_stripes(task: Any, split: str, batch_size: int, lines_per_stripe: int) -> int:
+def num_stripes(task: tasks.Task, split: str, batch_size: int, lines_per_stripe: int) -> int:
     """As many stripes as in training, if each has at least `lines_per_stripe` lines."""
     return max(1, min(batch_size, task.num_lines(split) // lines_per_stripe))

@@ -4,12 +4,11 @@ import array
 import math
 import os
 import pathlib
-from typing import Any
 
 import numpy as np
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import atomic_files, metrics, units, workdirs
 
 
@@ -54,7 +53,7 @@ def _has_dropout(config: config_dict.ConfigDict) -> bool:
     return any(config.get("dropout", {}).values())
 
 
-def read_curves(workdir: pathlib.Path) -> tuple[np.ndarray, list[dict[str, Any]]]:
+def read_curves(workdir: pathlib.Path) -> tuple[np.ndarray, list[files.JsonObject]]:
     """Steps and finite losses of training, [2, N], and all other records, which are few."""
     path, points, records = workdir / "metrics.jsonl", array.array("d"), []
     for _, record in metrics.read_lines(path) if path.exists() else ():
@@ -83,14 +82,14 @@ def save_figure(figure, path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def find_points(records: list[dict[str, Any]], kind: str, key: str) -> np.ndarray:
+def find_points(records: list[files.JsonObject], kind: str, key: str) -> np.ndarray:
     """Steps and finite nats of the records of a kind, [2, N]."""
     points = [(r["step"], float(r[key])) for r in records if r["kind"] == kind and key in r]
     pairs = np.array(points).reshape(-1, 2).T
     return pairs[:, np.isfinite(pairs[1])]
 
 
-def _mark_averaging(axes, records: list[dict[str, Any]]) -> None:
+def _mark_averaging(axes, records: list[files.JsonObject]) -> None:
     """A line where averaging began: at the evaluation before the first averaged one."""
     start = 0
     for record in (r for r in records if r["kind"] == "eval"):
@@ -100,7 +99,7 @@ def _mark_averaging(axes, records: list[dict[str, Any]]) -> None:
         start = record["step"]
 
 
-def _mark_best(axes, records: list[dict[str, Any]], unit: str) -> None:
+def _mark_best(axes, records: list[files.JsonObject], unit: str) -> None:
     best = [r for r in records if r["kind"] == "eval" and r.get("best") and "valid_nats" in r]
     if not best:
         return

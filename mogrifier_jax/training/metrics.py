@@ -27,7 +27,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -70,8 +70,8 @@ class MetricWriter:
         self,
         workdir: str | os.PathLike,
         resume_step: int | None = None,
-        expected: Mapping[str, Any] | None = None,
-        evaluations: Sequence[Mapping[str, Any]] = (),
+        expected: files.JsonObject | None = None,
+        evaluations: Sequence[files.JsonObject] = (),
     ):
         self._metrics = self._speed = self._board = None
         self._open_board: Callable[[], Any] | None = None
@@ -112,7 +112,7 @@ class MetricWriter:
         if self._speed:
             self._append(self._speed, {"step": step} | values, "speed")
 
-    def digest_lines(self) -> dict[str, Any] | None:
+    def digest_lines(self) -> files.JsonObject | None:
         """Count and digest of the lines so far, for a checkpoint; None on processes other than 0.
 
         The lines since the last call form a part with a digest of its own, by which the good parts
@@ -139,8 +139,8 @@ class MetricWriter:
     def _restore(
         self,
         path: pathlib.Path,
-        expected: Mapping[str, Any],
-        evaluations: Sequence[Mapping[str, Any]],
+        expected: files.JsonObject,
+        evaluations: Sequence[files.JsonObject],
     ) -> None:
         """Keeps the lines that existed at the checkpoint, or what is left of them."""
         if reason := files.mismatch(expected, DIGEST_SCHEMA):
@@ -188,7 +188,7 @@ class MetricWriter:
                     file.close()
         self._metrics = self._speed = self._board = self._open_board = None
 
-    def _append(self, file, record: dict[str, Any], group: str) -> None:
+    def _append(self, file, record: files.JsonObject, group: str) -> None:
         record = {key: _to_plain(value) for key, value in record.items()}
         odd = {k: str(v) for k, v in record.items() if isinstance(v, float) and not np.isfinite(v)}
         line = json.dumps(record | odd, allow_nan=False) + "\n"
@@ -246,7 +246,7 @@ def set_aside(path: pathlib.Path) -> pathlib.Path | None:
 
 def _find_parts(
     path: pathlib.Path, parts: Sequence[Sequence[Any]]
-) -> Iterator[tuple[bytes, dict[str, Any]]]:
+) -> Iterator[tuple[bytes, files.JsonObject]]:
     """The lines of the parts that are intact in a damaged file, in order, with their records."""
     if not path.is_file():
         return
@@ -279,13 +279,13 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(workdir: str | os.PathLike) -> list[files.JsonObject]:
     """All records so far, without a last line that is still being written."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
     return [record for _, record in read_lines(path)] if path.exists() else []
 
 
-def read_lines(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_lines(path: pathlib.Path) -> Iterator[tuple[bytes, files.JsonObject]]:
     """Every complete line with its record; warns of lines that are not records."""
     with files.open_regular(path, _REMEDY) as file:
         for line in file:
@@ -297,7 +297,7 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 logging.warning("%s: skipped a line that is not a record: %r", path, line[:80])
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     """A Python number; a float32 becomes the shortest decimal that parses to that float32."""
     if isinstance(value, str | bool | int | float | None):
         return value

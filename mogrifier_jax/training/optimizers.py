@@ -6,7 +6,7 @@ program. Neither is part of a transformation: `add_l2` comes before it, and `des
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ class AdamState(NamedTuple):
     """Steps taken, first moment (an empty tuple when b1 is 0) and second moment."""
 
     steps: jax.Array
-    mu: Any
-    nu: Any
+    mu: optax.Updates
+    nu: optax.Updates
 
 
 def _one_minus_power(b: float, t: jax.Array) -> jax.Array:
@@ -112,11 +112,15 @@ def make_optimizer(
     return optax.chain(clip_by_global_norm(clip_norm), direction)
 
 
-def add_l2(gradients: optax.Params, params: optax.Params, l2_penalty: Any) -> optax.Params:
+def add_l2(
+    gradients: optax.Params, params: optax.Params, l2_penalty: float | jax.Array
+) -> optax.Params:
     """Adds the gradient of l2_penalty / 2 * sum(params^2), biases and embeddings included."""
     return jax.tree.map(lambda g, p: g + l2_penalty * p, gradients, params)
 
 
-def descend(params: optax.Params, direction: optax.Params, learning_rate: Any) -> optax.Params:
+def descend(
+    params: optax.Params, direction: optax.Params, learning_rate: float | jax.Array
+) -> optax.Params:
     """One step against the direction."""
     return jax.tree.map(lambda p, d: p - learning_rate * d, params, direction)

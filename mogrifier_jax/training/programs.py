@@ -4,9 +4,8 @@
 chips that this machine does not have.
 """
 
-from typing import Any
-
 import jax
+from jaxtyping import PyTree
 
 from mogrifier_jax import partitioning
 from mogrifier_jax.training import evaluate, runs, steps
@@ -63,6 +62,6 @@ def make_turn_evaluation(run: runs.Run) -> evaluate.TurnEvaluation:
     )
 
 
-def shardings_of(tree: Any) -> Any:
+def shardings_of(tree: PyTree) -> PyTree:
     """The sharding of every leaf of a tree."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)

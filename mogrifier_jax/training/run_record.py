@@ -78,7 +78,7 @@ class RunRecord:
         return None if restored is None else restored.state
 
     @property
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self) -> list[files.JsonObject]:
         """The evaluations that the progress remembers, as records of metrics."""
         return [
             {
@@ -123,7 +123,9 @@ class RunRecord:
 
         It is NaN if a metric is not finite and the run may restart from its best state.
         """
-        means = {name: float(values.mean(dtype=np.float64)) for name, values in measured.items()}
+        means: dict[str, Any] = {
+            name: float(values.mean(dtype=np.float64)) for name, values in measured.items()
+        }
         loss, count = means.pop("loss_nats"), len(measured["loss_nats"])
         means["learning_rate"] = self.hyper.learning_rate
         self.writer.write(step + count, "train", loss_nats=loss, **means)
@@ -201,10 +203,10 @@ class RunRecord:
 
     def write_results(
         self, best: checkpoints.Restored, nats: Mapping[str, float]
-    ) -> dict[str, Any]:
+    ) -> files.JsonObject:
         """Writes results.json, the scores of the best weights on each split, and returns it."""
         temperature, unit = best.info["temperature"], self.run.task.score_unit
-        results: dict[str, Any] = {
+        results: files.JsonObject = {
             "best_turn": self.progress.best_turn,
             "step": best.step,
             "temperature": temperature,

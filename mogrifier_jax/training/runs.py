@@ -6,7 +6,7 @@ computed. `programs.py` compiles a run, and `train.py` trains it.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from ml_collections import config_dict
@@ -25,7 +25,7 @@ class Run(NamedTuple):
     config: config_dict.ConfigDict
     mesh: jax.sharding.Mesh
     task: tasks.Task
-    model: Any
+    model: models.Model
     program: steps.Program
     hyper: steps.Hyperparameters
     rules: schedule.Rules
@@ -122,7 +122,7 @@ def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
     return mesh
 
 
-def make_model(config: config_dict.ConfigDict, vocab_size: int) -> Any:
+def make_model(config: config_dict.ConfigDict, vocab_size: int) -> models.Model:
     """The model of a config, of the kind that its task needs."""
     encoder_decoder = tasks.kind_of(config.data).encoder_decoder
     return models.make_model(vocab_size, encoder_decoder=encoder_decoder, **config.model)
@@ -134,7 +134,9 @@ def make_task(config: config_dict.ConfigDict, mesh: jax.sharding.Mesh) -> tasks.
     return tasks.make_task(stream_key, mesh, **config.data)
 
 
-def make_dropout(model: Any, tuned: Collection[str] = (), **rates: float | None) -> models.Dropout:
+def make_dropout(
+    model: models.Model, tuned: Collection[str] = (), **rates: float | None
+) -> models.Dropout:
     """The rates of `config.dropout`; a rate of zero removes the operation, unless it is tuned."""
     projects = getattr(model, "mixture_components", 0) or model.embedding_size != model.hidden_size
     if rates.get("downprojected") is None:

@@ -10,7 +10,7 @@ cross-entropy in nats per token. An interval or turn that is None or negative is
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from mogrifier_jax import errors, files
 
@@ -64,12 +64,12 @@ class Progress:
     history: tuple[float, ...] = ()  # xe by turn; inf where the weights had diverged.
     restarts: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> files.JsonObject:
         """Plain values that survive JSON."""
         return dataclasses.asdict(self) | {"history": list(self.history)}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Progress":
+    def from_dict(cls, values: files.JsonObject) -> "Progress":
         """Inverse of `to_dict`, for values that fit PROGRESS."""
         known = {
             field.name: values.get(field.name, field.default) for field in dataclasses.fields(cls)

@@ -10,11 +10,14 @@ uint32, where addition wraps around and is therefore exact in any order.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import permutations
@@ -22,7 +25,7 @@ from mogrifier_jax.data import permutations
 Description = dict[str, dict[str, Any]]
 
 
-def name_leaves(tree: Any) -> dict[str, Any]:
+def name_leaves(tree: PyTree) -> dict[str, Any]:
     """The leaves of any pytree by the names of their paths, in order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -31,13 +34,13 @@ def name_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def to_arrays(state: Any) -> dict[str, jax.Array]:
+def to_arrays(state: PyTree) -> dict[str, jax.Array]:
     """The leaves of a state by name, with the data of typed random keys."""
     named = {name: jnp.asarray(leaf) for name, leaf in name_leaves(state).items()}
     return {n: jax.random.key_data(leaf) if _is_key(leaf) else leaf for n, leaf in named.items()}
 
 
-def to_abstract_arrays(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def to_abstract_arrays(abstract_state: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, dtypes and shardings of `to_arrays` for such a state."""
     arrays = {}
     for name, leaf in name_leaves(abstract_state).items():
@@ -47,7 +50,9 @@ def to_abstract_arrays(abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return arrays
 
 
-def from_arrays(arrays: dict[str, jax.Array], abstract_state: Any, description: Description) -> Any:
+def from_arrays(
+    arrays: dict[str, jax.Array], abstract_state: PyTree, description: Description
+) -> PyTree:
     """The state that `to_arrays` was given, with its typed keys."""
 
     def restore(name: str) -> jax.Array:
@@ -58,7 +63,7 @@ def from_arrays(arrays: dict[str, jax.Array], abstract_state: Any, description: 
     return jax.tree.unflatten(treedef, [restore(name) for name in name_leaves(abstract_state)])
 
 
-def describe_leaves(state: Any) -> Description:
+def describe_leaves(state: PyTree) -> Description:
     """Shape, dtype and checksum of every leaf, for JSON."""
     checksums, description = compute_checksums(to_arrays(state)), {}
     for name, leaf in name_leaves(state).items():
@@ -73,7 +78,7 @@ def describe_leaves(state: Any) -> Description:
     return description
 
 
-def check_compatible(description: Description, abstract_state: Any, *, partial: bool) -> None:
+def check_compatible(description: Description, abstract_state: PyTree, *, partial: bool) -> None:
     """Refuses a saved state of another model.
 
     With `partial`, the abstract state may lack whole parts of the saved one. A part is named by the
@@ -109,7 +114,7 @@ def compute_checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
 
 
 @functools.cache
-def _jit_checksum(mesh: Any) -> Any:
+def _jit_checksum(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]:
     """The checksum, replicated over the mesh so that every process can read it."""
     return jax.jit(_checksum, out_shardings=mesh and partitioning.replicated(mesh))
 
@@ -134,5 +139,5 @@ def _checksum(x: jax.Array) -> jax.Array:
     return jnp.stack(sums)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

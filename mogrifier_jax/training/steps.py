@@ -10,25 +10,27 @@ is a keyword. `optimizers.py` has the update rules, and `averaging.py` the avera
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
-from mogrifier_jax.data import streams
-from mogrifier_jax.nn import models
+from mogrifier_jax.data import streams, tasks
+from mogrifier_jax.nn import models, stack
 from mogrifier_jax.training import averaging, optimizers
 
 
 class Hyperparameters(NamedTuple):
     """Scalars that may change without recompilation."""
 
-    learning_rate: Any
-    l2_penalty: Any
-    drop_state_probability: Any = 0.0  # Of resetting a stripe's carry before a window.
+    learning_rate: float | jax.Array
+    l2_penalty: float | jax.Array
+    drop_state_probability: float | jax.Array = (
+        0.0  # Of resetting a stripe's carry before a window.
+    )
     dropout: models.Dropout = models.Dropout()
 
 
@@ -37,20 +39,20 @@ class TrainState:
     """Everything that a resumed run needs. The step is also the position in the training stream."""
 
     step: jax.Array
-    params: Any
-    opt_state: Any
-    average: Any
-    carry: Any
+    params: optax.Params
+    opt_state: optax.OptState
+    average: PyTree
+    carry: stack.Carries
     key: jax.Array
 
 
 class Program(NamedTuple):
     """What a train step is compiled from, without the traced hyperparameters."""
 
-    model: Any
+    model: models.Model
     optimizer: optax.GradientTransformation
     average: averaging.Averaging
-    batch_at: Callable[[Any, jax.Array], Any]  # (stream, step) to the batch of that step.
+    batch_at: tasks.BatchAt  # (stream, step) to the batch of that step.
     accumulate: int = 1  # Groups that a batch is split into.
     accumulate_reduce: str = "mean"  # "sum", as in lamb, is `accumulate` times larger.
     accumulate_at_once: bool = False  # All groups in parallel: faster, but needs more memory.
@@ -77,7 +79,7 @@ def init_state(
 
 
 def train_step(
-    state: TrainState, batch: Any, hyper: Hyperparameters, *, program: Program
+    state: TrainState, batch: tasks.Batch, hyper: Hyperparameters, *, program: Program
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on a batch of windows; the metrics are nats per token and the gradient norm."""
     step_key = jax.random.fold_in(state.key, state.step)
@@ -135,8 +137,13 @@ def train_step(
 
 
 def sampled_nats(
-    program: Program, params: Any, batch: Any, carry: Any, dropout: models.Dropout, rngs: Any
-) -> tuple[jax.Array, Any]:
+    program: Program,
+    params: optax.Params,
+    batch: tasks.Batch,
+    carry: stack.Carries,
+    dropout: models.Dropout,
+    rngs: dict[str, jax.Array],
+) -> tuple[stack.Carries, jax.Array]:
     """Nats [B, T] of the mean probability over D dropout samples; the carry is [B, D, ...].
 
     Each stripe is repeated D times in the batch, and each row has masks and a carry of its own.
@@ -145,6 +152,7 @@ def sampled_nats(
     count = program.training_samples
     if count > 1:
         batch, carry = repeat_rows(batch, count), by_row(carry, count)
+    nats: Any  # Flax annotates the second result of `apply` as variables.
     carry, nats = program.model.apply(
         {"params": params}, batch, carry, dropout, rngs=rngs, method="batch_nats"
     )
@@ -155,7 +163,7 @@ def sampled_nats(
     return carry, nats
 
 
-def repeat_rows(tree: Any, count: int) -> Any:
+def repeat_rows(tree: PyTree, count: int) -> PyTree:
     """[B, ...] to [B D, ...]; copies of a row are adjacent, so that they share its device."""
 
     def repeat(a):
@@ -166,20 +174,25 @@ def repeat_rows(tree: Any, count: int) -> Any:
     return jax.tree.map(repeat, tree)
 
 
-def by_stripe(carry: Any, samples: int) -> Any:
+def by_stripe(carry: stack.Carries, samples: int) -> stack.Carries:
     """[B D, ...] to [B, D, ...]; without the axis D for one sample."""
     if samples == 1:
         return carry
     return jax.tree.map(lambda a: a.reshape(-1, samples, *a.shape[1:]), carry)
 
 
-def by_row(carry: Any, samples: int) -> Any:
+def by_row(carry: stack.Carries, samples: int) -> stack.Carries:
     """The inverse of `by_stripe`."""
     return carry if samples == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), carry)
 
 
 def train_steps(
-    state: TrainState, stream: Any, hyper: Hyperparameters, *, program: Program, num_steps: int
+    state: TrainState,
+    stream: tasks.Stream,
+    hyper: Hyperparameters,
+    *,
+    program: Program,
+    num_steps: int,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Many steps in one dispatch, with windows sliced on the device; metrics are [S]."""
 
@@ -190,7 +203,9 @@ def train_steps(
     return jax.lax.scan(body, state, length=num_steps)
 
 
-def reset_stripes(carry: Any, key: jax.Array, step: jax.Array, probability: Any) -> Any:
+def reset_stripes(
+    carry: stack.Carries, key: jax.Array, step: jax.Array, probability: float | jax.Array
+) -> stack.Carries:
     """Zeroes the carry of each stripe with this probability, but never before the first window."""
     leaves = jax.tree.leaves(carry)
     if not leaves:
@@ -199,19 +214,19 @@ def reset_stripes(carry: Any, key: jax.Array, step: jax.Array, probability: Any)
     return jax.tree.map(lambda a: jnp.where(keep[:, None], a, jnp.zeros_like(a)), carry)
 
 
-def num_targets(batch: Any) -> jax.Array:
+def num_targets(batch: tasks.Batch) -> jax.Array:
     """The number of target tokens of a batch."""
     full = batch.targets.size if batch.lengths is None else batch.lengths.sum()
     return jnp.asarray(full, jnp.float32)
 
 
-def into_groups(tree: Any, groups: int) -> Any:
+def into_groups(tree: PyTree, groups: int) -> PyTree:
     """[B, ...] to [N, B / N, ...]; groups are interleaved, so that no row changes its device."""
     return jax.tree.map(
         lambda a: jnp.moveaxis(a.reshape(a.shape[0] // groups, groups, *a.shape[1:]), 1, 0), tree
     )
 
 
-def from_groups(tree: Any) -> Any:
+def from_groups(tree: PyTree) -> PyTree:
     """The inverse of `into_groups`."""
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:]), tree)

@@ -2,15 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
+from mogrifier_jax import files
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import units
+from mogrifier_jax.training import runs, units
 
 
-def table(sections: Mapping[str, Sequence[tuple[str, Any]]]) -> str:
+def table(sections: Mapping[str, Sequence[tuple[str, object]]]) -> str:
     """Sections of (label, value) rows, aligned, as text."""
     rows = [(label, _show(value)) for section in sections.values() for label, value in section]
     labels = max((len(label) for label, _ in rows), default=0)
@@ -22,13 +23,13 @@ def table(sections: Mapping[str, Sequence[tuple[str, Any]]]) -> str:
     return "\n".join([*lines, "─" * (width + 2)])
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
-def describe_run(run: Any, workdir: str) -> str:
+def describe_run(run: runs.Run, workdir: str) -> str:
     """Sizes, parameters, memory, mesh and data of a `runs.Run`."""
     model, rules, state = run.model, run.rules, run.abstract_state()
     parts = models.count_parameters(model)
@@ -37,7 +38,7 @@ def describe_run(run: Any, workdir: str) -> str:
     devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
     if run.mesh.size < jax.device_count():
         devices = f"{run.mesh.size} of {devices}, to divide the batch"
-    sections = {
+    sections: dict[str, list[tuple[str, object]]] = {
         "model": [
             ("cell", model.cell),
             ("layers x hidden", f"{model.num_layers} x {model.hidden_size}"),
@@ -62,7 +63,7 @@ def describe_run(run: Any, workdir: str) -> str:
     return table(sections)
 
 
-def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
+def describe_results(results: files.JsonObject, unit: str, workdir: str) -> str:
     """The scores of the best weights, and the paths of all files."""
     files = {
         "weights": "checkpoints",
@@ -74,7 +75,7 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
     }
     paths = [(label, os.path.join(workdir, name)) for label, name in files.items()]
     nats = {split: results[f"{split}_nats"] for split in ("valid", "test")}
-    sections = {
+    sections: dict[str, list[tuple[str, object]]] = {
         "result": [
             ("best turn", f"{results['best_turn']}, step {results['step']:,}"),
             ("temperature", f"{results['temperature']:.2f}"),
@@ -85,7 +86,7 @@ def describe_results(results: dict[str, Any], unit: str, workdir: str) -> str:
     return table(sections)
 
 
-def mebibytes(tree: Any) -> str:
+def mebibytes(tree: PyTree) -> str:
     """The memory that the arrays take, counting replicated ones once."""
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return f"{size / 2**20:,.1f} MiB"

@@ -14,14 +14,13 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.training import (
     learning_curves,
     logs,
@@ -39,7 +38,7 @@ from mogrifier_jax.training import (
 
 def train_and_evaluate(
     config: config_dict.ConfigDict, workdir: str, *, profile_steps: str | None = None
-) -> dict[str, Any]:
+) -> files.JsonObject:
     """Trains to the end of the schedule, or until a request to stop; returns the results."""
     trace = profiling.Trace(workdir, profile_steps)
     workdirs.check_place(workdir)
@@ -139,7 +138,7 @@ def train_turns(
     return ended
 
 
-def score_best(record: run_record.RunRecord, compiled: programs.Programs) -> dict[str, Any]:
+def score_best(record: run_record.RunRecord, compiled: programs.Programs) -> files.JsonObject:
     """The results: the best weights on validation and test, at the temperature of their turn."""
     best = record.restore_best()
     weights = compiled.best_weights(best.state.average, best.state.params)

@@ -118,7 +118,7 @@ def config_to_json(config: config_dict.ConfigDict) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def config_from_json(values: dict[str, Any]) -> config_dict.ConfigDict:
+def config_from_json(values: files.JsonObject) -> config_dict.ConfigDict:
     """The config of the content of config.json, locked and checked."""
     values.pop("_types", None)  # For other programs; `config_keys.py` knows the types.
     config = configs.base(values)
@@ -138,7 +138,7 @@ def make_fingerprint(
     config: config_dict.ConfigDict,
     vocabulary_json: str,
     digests: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> files.JsonObject:
     """What a checkpoint remembers, by name, so that it is not used with another config or corpus.
 
     Args:
@@ -159,7 +159,7 @@ def make_fingerprint(
     return values | {f"{CORPUS}{split}": digest for split, digest in (digests or {}).items()}
 
 
-def corpus_digests(fingerprint: Mapping[str, Any]) -> dict[str, str]:
+def corpus_digests(fingerprint: files.JsonObject) -> dict[str, str]:
     """The digests of the splits in a fingerprint; empty if it was made without them."""
     return {n.removeprefix(CORPUS): v for n, v in fingerprint.items() if n.startswith(CORPUS)}
 
@@ -186,7 +186,7 @@ def check_config(workdir: str | os.PathLike, config: config_dict.ConfigDict) -> 
         )
 
 
-def versions() -> dict[str, Any]:
+def versions() -> files.JsonObject:
     """The versions, commit, date and devices of this process."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     return {

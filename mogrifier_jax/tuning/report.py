@@ -14,7 +14,7 @@ import math
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from absl import logging
 from ml_collections import config_dict
@@ -113,7 +113,7 @@ class Report(NamedTuple):
             )
             lines += [f"    --mode=evaluate --eval.methods=dyneval {flags}", ""]
         header = ["trial", "valid nats", self.unit, *names]
-        rows: list[list[Any]] = []
+        rows: list[list[object]] = []
         for t in complete[:SHOWN]:
             settings = [f"{t.params[name]:.4g}" for name in names]
             rows.append([t.number, f"{t.nats:.4f}", units.number(t.nats, self.unit), *settings])
@@ -152,7 +152,7 @@ class Report(NamedTuple):
 
     def to_table(self) -> str:
         """The summary that is shown when the study ends."""
-        sections: dict[str, list[tuple[str, Any]]] = {
+        sections: dict[str, list[tuple[str, object]]] = {
             "study": [("name", self.name), ("trials", len(self.records))]
         }
         for best in self.complete[:1]:

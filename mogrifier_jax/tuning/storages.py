@@ -9,8 +9,7 @@ import contextlib
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import optuna
 import sqlalchemy.exc
@@ -24,7 +23,7 @@ from mogrifier_jax.tuning import journals, redaction, samplers, studies, trials
 def open_study(
     storage: str,
     name: str,
-    about: Mapping[str, Any],
+    about: files.JsonObject,
     *,
     sampler: str = "gp",
     seed: int = 1,

@@ -31,9 +31,9 @@ SCALES = ("linear", "log", "integer")
 TRACED = ["optimizer.learning_rate", "optimizer.l2_penalty", "data.drop_state_probability"]
 TRACED += [f"dropout.{name}" for name in models.Dropout._fields]
 UNTUNED = ("seed", "log_every", "mesh.data", "mesh.model")
-LSTM: dict[str, Any] = {"model.rounds": 0, "model.rank": 0}
+LSTM: files.JsonObject = {"model.rounds": 0, "model.rank": 0}
 # For each study the name of its ranges in paper_results.json, and the settings that are fixed.
-PAPER: dict[str, tuple[str, dict[str, Any]]] = {
+PAPER: dict[str, tuple[str, files.JsonObject]] = {
     "appendix_a": ("all_but_enwik8", {}),
     "appendix_a_lstm": ("all_but_enwik8", LSTM),
     "enwik8": ("enwik8", {}),
@@ -85,14 +85,14 @@ class Study:
 
     name: str
     ranges: Mapping[str, Range]
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: files.JsonObject = dataclasses.field(default_factory=dict)
 
     @property
     def adapts(self) -> bool:
         """Whether it tunes dynamic evaluation of a trained run, rather than training."""
         return set(self.ranges) <= set(DYNEVAL)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> files.JsonObject:
         """The study as plain values, for the storage."""
         ranges = {name: list(limits) for name, limits in self.ranges.items()}
         return {"name": self.name, "ranges": ranges, "fixed": dict(self.fixed)}
@@ -200,7 +200,7 @@ def configure(
 
 
 def check_unchanged(
-    start: str, saved: Mapping[str, Any], requested: Mapping[str, Any], remedy: str
+    start: str, saved: files.JsonObject, requested: files.JsonObject, remedy: str
 ) -> None:
     """Refuses to continue a saved study with different settings.
 
@@ -211,7 +211,7 @@ def check_unchanged(
       remedy: how the last sentence of the message begins.
     """
 
-    def fill(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    def fill(about: files.JsonObject) -> files.JsonObject:
         """Adds today's defaults of keys that a study of an earlier version does not have."""
         return {**about, "config": configs.base(about["config"])} if "config" in about else about
 

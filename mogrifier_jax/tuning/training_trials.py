@@ -4,12 +4,11 @@ import json
 import os
 import pathlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors
+from mogrifier_jax import configs, errors, files
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import (
@@ -110,7 +109,7 @@ def shape_of(run: runs.Run) -> Hashable:
     return repr(run.model), structure, json.dumps(values, sort_keys=True)
 
 
-def plain_config(config: config_dict.ConfigDict) -> dict[str, Any]:
+def plain_config(config: config_dict.ConfigDict) -> files.JsonObject:
     """A config as plain values, without the keys that do not affect the result."""
     values = json.loads(config.to_json_best_effort())
     for name in workdirs.FREE_KEYS:

@@ -56,7 +56,7 @@ class Queue(Protocol):
     def ask(self, count: int = 1, shared: Iterable[str] = ()) -> Sequence[Trial]:
         """Up to `count` trials to run now, with equal values of `shared` settings if possible."""
 
-    def hold(self, held: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    def hold(self, held: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
         """Keeps trials of this queue from other workers for as long as this one runs them."""
 
     def folders(self) -> set[str]:
@@ -74,7 +74,7 @@ class Record(NamedTuple):
     nats: float  # NaN unless complete.
     seconds: float
     params: Mapping[str, float]
-    notes: Mapping[str, Any]
+    notes: files.JsonObject
 
 
 def best_first(records: Sequence[Record]) -> list[Record]:

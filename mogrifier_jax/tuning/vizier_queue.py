@@ -32,7 +32,7 @@ class Queue:
         target: int,
         *,
         workdir: str,
-        about: Mapping[str, Any],
+        about: files.JsonObject,
         prune: bool = False,
         shown: str = "the service",
     ):
@@ -64,7 +64,7 @@ class Queue:
         clients = self._study.suggest(count=count, client_id=self._worker[0])
         return [Trial(client, self._ranges, self._prune) for client in clients]
 
-    def hold(self, held: Sequence["Trial"]) -> contextlib.AbstractContextManager[Any]:
+    def hold(self, held: Sequence["Trial"]) -> contextlib.AbstractContextManager[object]:
         """Does nothing, because the service knows which worker has a trial."""
         return contextlib.nullcontext(held)
 
@@ -100,7 +100,7 @@ class Trial:
             name: int(values[name]) if limits.scale == "integer" else float(values[name])
             for name, limits in ranges.items()
         }
-        self._notes: dict[str, Any] = {"folder": self.folder}
+        self._notes: files.JsonObject = {"folder": self.folder}
 
     def report(self, turn: int, value: float) -> schedule.Stop | None:
         """Notes the best value so far; returns why the trial should stop, or None."""
@@ -140,7 +140,7 @@ def _open_service(
     shown: str,
     name: str,
     ranges: Mapping[str, studies.Range],
-    about: Mapping[str, Any],
+    about: files.JsonObject,
 ) -> Any:
     from vizier.service import clients
     from vizier.service import pyvizier as vz
