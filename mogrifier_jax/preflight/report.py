@@ -89,7 +89,7 @@ def to_table(estimate: estimates.Estimate) -> str:
     return "\n".join([summaries.table(sections), *estimate.notes])
 
 
-def _scheduled(estimate: estimates.Estimate) -> list[tuple[str, Any]]:
+def _scheduled(estimate: estimates.Estimate) -> list[tuple[str, object]]:
     """The rows of the schedule: from everything overlapped to nothing overlapped."""
     step, show = estimate.schedule, memory.show_bytes
     days = estimate.scheduled_days
