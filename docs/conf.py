@@ -12,9 +12,14 @@ import re
 import shutil
 import sys
 import types
+import typing
+
+import jaxtyping
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+jaxtyping.set_array_name_format("array")  # The page shows the shapes of a function on a line.
 
 import mogrifier_jax  # noqa: E402
 
@@ -201,8 +206,28 @@ def escape(line):
     )
 
 
+def shapes_of(hint):
+    """The shapes in an annotation, as [B, T]; a tree has that of its leaves."""
+    inner = (*typing.get_args(hint), getattr(hint, "leaftype", None))
+    if (shape := getattr(hint, "dim_str", "...")) not in ("", "..."):
+        return [f"[{', '.join(shape.split())}]"]
+    return list(dict.fromkeys(shape for each in inner if each for shape in shapes_of(each)))
+
+
+def describe_shapes(function):
+    """A sentence with the shapes of arguments and results; empty if annotations have none."""
+    found = {name: shapes_of(hint) for name, hint in function.__annotations__.items()}
+    results = found.pop("return", [])
+    parts = [f"`{name}` {' or '.join(shapes)}" for name, shapes in found.items() if shapes]
+    parts += [f"results {', '.join(results)}"] if results else []
+    return f"Shapes: {'; '.join(parts)}." if parts else ""
+
+
 def process_docstring(app, what, name, value, options, lines):
     """Runs before napoleon reads the sections."""
+    if inspect.isfunction(value) and (shapes := describe_shapes(value)):
+        end = lines.index("") if "" in lines else len(lines)
+        lines[end:end] = ["", shapes]
     lines[:] = to_rst(lines)
 
 
