@@ -151,6 +151,15 @@ NONSENSE = {
     ),
     "zigzag": (lambda m: layers.LSTMCell(4, zigzag=5), "zigzag 5 must be True or False"),
     "params": (lambda m: from_flax.convert(nn.LSTMCell(4), 5), "params 5 must be a mapping"),
+    "params of a number": (
+        lambda m: from_flax.convert(nn.LSTMCell(4), {1: 2, "hf": 3}),
+        "params has 1, hf, and those",
+    ),
+    "params of objects": (
+        lambda m: from_flax.convert(*changed(lambda p: p | {"kernel": object()})),
+        r"must have a kernel of shape \(4, 4\), and has none",
+    ),
+    "tensors of a number": (lambda m: from_pytorch.convert({1: 2}), "1"),
     "vocabulary": (lambda m: vocabularies.Vocabulary.from_json(5), "is not valid JSON"),
     "several lines": (lambda m: m.predict("some", top=jnp.ones((2, 2))), r"^top Array[^\n]* must"),
     "which of numbers": (

@@ -227,7 +227,7 @@ def read_gates(kind: Match, cell: Any, params: cells.Params) -> dict[str, Array]
     names = {side + gate for side in "ih" for gate in kind.gates}
     if set(params) != names:
         raise errors.UsageError(
-            f"params has {', '.join(sorted(params)) or 'nothing'}, and those of a "
+            f"params has {', '.join(sorted(map(str, params))) or 'nothing'}, and those of a "
             f"{type(cell).__name__} are {', '.join(sorted(names))}"
         )
 
