@@ -136,13 +136,20 @@ class _Wrapper(nnx.Module):
         }
 
 
+_INITIALISERS = ("kernel_init", "recurrent_kernel_init", "bias_init")
+
+
 class WrappedCell(_Wrapper, nnx.RNNCellBase):
     """The base class of all cells. `options` are the fields of the linen cell of the same name."""
 
     def init_linen(self, key: Array, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Makes the linen cell and its weights."""
-        self.spec = self.linen(self.hidden_features, **options, parent=None)
-        return self.spec.init(key, self.in_features, method="weights")
+        cell = self.linen(self.hidden_features, **options, parent=None)
+        # What draws the weights is not kept: cells that differ in nothing else are the same graph,
+        # so that they share compiled programs.
+        defaults = {f.name: f.default for f in dataclasses.fields(cell) if f.name in _INITIALISERS}
+        self.spec = cell.clone(parent=None, **defaults)
+        return cell.init(key, self.in_features, method="weights")
 
     def __call__(
         self, carry: layers.CarryLike, inputs: Real[Array, "*B D"]

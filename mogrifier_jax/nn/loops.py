@@ -18,9 +18,15 @@ Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
 Loop = Callable[..., tuple[Tree, Tree]]
 
 
-def make(*, uninitialised: int = 0, pack: bool = False, chunk: int | None = None) -> Loop:
+def make(
+    *,
+    uninitialised: int = 0,
+    pack: bool = False,
+    chunk: int | None = None,
+    overwrite: bool = False,
+) -> Loop:
     """A loop with these options of a plan; without any it is `lax.scan`."""
-    loop: Loop = jax.lax.scan
+    loop: Loop = scan_over_inputs if overwrite else jax.lax.scan
     if uninitialised:
         loop = functools.partial(scan_into_empty, most_bytes=uninitialised)
     if pack:
@@ -63,6 +69,57 @@ def scan_into_empty(
         write_in_place, (init, start, results), xs, reverse=reverse, unroll=unroll
     )
     return carried[0], carried[2]
+
+
+def scan_over_inputs(
+    body: Body, init: Tree, xs: Tree, *, reverse: bool = False, unroll: int = 1
+) -> tuple[Tree, Tree]:
+    """Writes results over inputs, in the same memory.
+
+    xs is (inputs, sources) and a result is (outputs, replacements), of which the second ones are
+    dicts. What a step returns by the name of a source takes the place of what it has read there, if
+    the shape and the dtype are the same.
+    """
+    inputs, sources = xs
+    _, (_, like) = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
+
+    def is_replaced(name: str) -> bool:
+        return name in like and (like[name].shape, like[name].dtype) == (
+            sources[name].shape,
+            sources[name].dtype,
+        )
+
+    places = {name: source for name, source in sources.items() if is_replaced(name)}
+    others = {name: source for name, source in sources.items() if name not in places}
+
+    def read(places: Tree, index: jax.Array) -> Tree:
+        return jax.tree.map(
+            lambda a: jax.lax.dynamic_index_in_dim(a, index, axis=0, keepdims=False), places
+        )
+
+    def replace(carried: Tree, x: Tree) -> tuple[Tree, Tree]:
+        state, index, taken, places = carried
+        inputs, others = x
+        state, (outputs, replacements) = body(state, (inputs, others | taken))
+        rest = {name: new for name, new in replacements.items() if name not in places}
+        places = {
+            name: jax.lax.dynamic_update_index_in_dim(place, replacements[name], index, axis=0)
+            for name, place in places.items()
+        }
+        # The next step is read after the write, as otherwise XLA might copy a whole place to write.
+        index = index + (-1 if reverse else 1)
+        return (state, index, read(places, index), places), (outputs, rest)
+
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
+    (state, _, _, places), (outputs, rest) = jax.lax.scan(
+        replace,
+        (init, start, read(places, start), places),
+        (inputs, others),
+        reverse=reverse,
+        unroll=unroll,
+    )
+    return state, (outputs, rest | places)
 
 
 def scan_packed(loop: Loop, body: Body, init: Tree, xs: Tree, **options: Any) -> tuple[Tree, Tree]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from mogrifier_jax.nn import cells, loops, plans, taps
 
@@ -42,7 +42,31 @@ class Masks(NamedTuple):
     """Keyword arguments of the step, such as dropout masks, which get no gradient."""
 
     scanned: Arrays  # [T, ...], one for each step.
-    constant: dict[str, Any]  # The same for all steps: arrays, or a state to start anew from.
+    constant: Arrays  # The same for all steps.
+
+
+class Resets(NamedTuple):
+    """Steps that read a given state instead of the state before; no gradient passes through."""
+
+    marks: Bool[Array, "T B"]
+    start: cells.State
+
+    def restart(self, state: Any, marks: Bool[Array, "B"]) -> Any:
+        """The state that a step with these marks reads."""
+        return _replace_rows(state, marks, self.start)
+
+    def cut(self, d_state: Any, marks: Bool[Array, "B"]) -> Any:
+        """The gradient of the state before a step, from that of the state that the step reads."""
+        return _replace_rows(d_state, marks, jax.tree.map(jnp.zeros_like, self.start))
+
+
+def _replace_rows(state: Any, marks: Bool[Array, "B"], new: cells.State) -> Any:
+    """Replaces the marked rows of the parts of a state that the new one has."""
+    parts = {
+        name: jnp.where(marks[:, None], part, getattr(state, name))
+        for name, part in new._asdict().items()
+    }
+    return state._replace(**parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +87,7 @@ def scan(
     carry: State,
     xs: Float[Array, "T B D"],
     masks: Masks,
+    resets: Resets | None = None,
 ) -> tuple[State, Float[Array, "T B H"]]:
     """Runs the step over the leading axis of xs; returns (carry, hs).
 
@@ -72,11 +97,12 @@ def scan(
     project_all, project_one = _projections(setting, input_map)
 
     def body(carry: State, inputs: Any) -> tuple[State, Float[Array, "B H"]]:
-        x, scanned = inputs
+        x, scanned, marks = inputs
+        carry = carry if resets is None else resets.restart(carry, marks)
         carry = setting.step(weights, carry, project_one(x), **scanned, **masks.constant)
         return carry, carry.h
 
-    inputs = (project_all(xs), masks.scanned)
+    inputs = (project_all(xs), masks.scanned, resets and resets.marks)
     return jax.lax.scan(body, carry, inputs, unroll=setting.unroll)
 
 
@@ -95,7 +121,8 @@ class _Saved(NamedTuple):
     input_map: cells.Params | None
     xs: Float[Array, "T B D"]
     step_inputs: _StepInputs
-    constant: dict[str, Any]
+    constant: Arrays
+    resets: Resets | None
     outputs: Arrays  # y_t of the maps with one matrix, by name. See `compute` for addends.
 
 
@@ -106,6 +133,7 @@ def _forward(
     carry: State,
     xs: Float[Array, "T B D"],
     masks: Masks,
+    resets: Resets | None = None,
 ) -> tuple[tuple[State, Float[Array, "T B H"]], _Saved]:
     plan = setting.plan
     maps = taps.Taps(params, setting.dtype, plan.operands_forward, plan.round_before_cast)
@@ -116,7 +144,8 @@ def _forward(
         matrices = maps.multiply_factors(plan.factor_product_bytes, plan.product_alignment)
 
     def body(carry: State, inputs: Any) -> tuple[State, Any]:
-        x, scanned = inputs
+        x, scanned, marks = inputs
+        carry = carry if resets is None else resets.restart(carry, marks)
         z, outputs = project_one(x), {}
 
         def compute(name: str, u: Array, addend: Array | None) -> Array:
@@ -128,23 +157,25 @@ def _forward(
 
         after = step.run(compute, _StepInputs(carry, z, scanned))
         stored = jnp.stack(carry) if plan.stack_carries else carry
-        return after, (stored, outputs, z if plan.project_inputs_in_step else None)
+        projected = z if plan.project_inputs_in_step else None
+        return after, (stored, outputs, projected, None if resets is None else after.h)
 
     loop = loops.make(uninitialised=plan.uninitialised_forward, pack=plan.pack_results)
-    inputs = (zs, masks.scanned)
-    last, (carries, outputs, projected) = loop(body, carry, inputs, unroll=setting.unroll)
+    inputs = (zs, masks.scanned, resets and resets.marks)
+    last, (carries, outputs, projected, hs) = loop(body, carry, inputs, unroll=setting.unroll)
     if plan.project_inputs_in_step:
         zs = projected
     if plan.stack_carries:
         carries = type(last)(*(carries[:, i] for i in range(len(last))))
-    hs = jnp.concatenate([carries.h[1:], last.h[None]])
+    if resets is None:
+        hs = jnp.concatenate([carries.h[1:], last.h[None]])
     step_inputs = _StepInputs(carries, zs, masks.scanned)
-    return (last, hs), _Saved(params, input_map, xs, step_inputs, masks.constant, outputs)
+    return (last, hs), _Saved(params, input_map, xs, step_inputs, masks.constant, resets, outputs)
 
 
 def _backward(
     setting: Setting, saved: _Saved, cotangents: tuple[State, Float[Array, "T B H"]]
-) -> tuple[cells.Params, cells.Params | None, State, Float[Array, "T B D"], None]:
+) -> tuple[cells.Params, cells.Params | None, State, Float[Array, "T B D"], None, None]:
     plan = setting.plan
     d_last, d_hs = cotangents
     maps = taps.Taps(saved.params, setting.dtype, plan.operands_backward)
@@ -160,7 +191,9 @@ def _backward(
 
     def body(state: Any, inputs: Any) -> tuple[Any, Any]:
         d_carry, d_vectors = state
-        d_h, step_inputs, outputs = inputs
+        (d_h, carry, scanned, marks), outputs = inputs
+        outputs = dict(outputs)
+        step_inputs = _StepInputs(carry, outputs.pop("z"), scanned)
         if plan.stack_carries:
             step_inputs = step_inputs._replace(carry=type(d_carry)(*step_inputs.carry))
         if plan.recompute_thin_outputs:
@@ -169,30 +202,34 @@ def _backward(
         d_carry, d_z, d_outputs, d_vectors_now = step.pull_back(
             d_carry, step_inputs, outputs, transposed_in_loop
         )
+        if saved.resets is not None:
+            d_carry = saved.resets.cut(d_carry, marks)
         if plan.project_inputs_in_step:
             # If z is the addend of an output, both have the same gradient. It is written once.
             written_once[:] = [name for name in d_outputs if d_outputs[name] is d_z]
         d_vectors = jax.tree.map(jnp.add, d_vectors, d_vectors_now)
-        return (d_carry, d_vectors), (None if written_once else d_z, d_outputs)
+        d_outputs = d_outputs if written_once else {"z": d_z, **d_outputs}
+        return (d_carry, d_vectors), (None, d_outputs)
 
     loop = loops.make(
         uninitialised=plan.uninitialised_backward,
         pack=plan.pack_results,
         chunk=plan.backward_chunk,
+        overwrite=plan.overwrite_outputs,
     )
     step_inputs: Any = saved.step_inputs
     if plan.stack_carries:
         step_inputs = step_inputs._replace(carry=jnp.stack(step_inputs.carry, 1))
     outputs = saved.outputs if plan.recompute_thin_outputs else ys
     state = (d_last, jax.tree.map(jnp.zeros_like, maps.vectors_of_rows(d_hs.shape[1])))
-    (d_carry, d_vectors), (d_zs, d_ys) = loop(
-        body, state, (d_hs, step_inputs, outputs), reverse=True, unroll=setting.unroll
-    )
-    d_zs = d_ys[written_once[0]] if written_once else d_zs
+    carries, zs, scanned = step_inputs
+    inputs = ((d_hs, carries, scanned, saved.resets and saved.resets.marks), {"z": zs, **outputs})
+    (d_carry, d_vectors), (_, d_ys) = loop(body, state, inputs, reverse=True, unroll=setting.unroll)
+    d_zs = d_ys[written_once[0]] if written_once else d_ys.pop("z")
     d_vectors = {name: cells.widen(v).sum(0) for name, v in d_vectors.items()}
-    d_params = maps.gradients(us, d_ys, d_vectors, transposed, plan.sum_by_matmul)
+    d_params = maps.gradients(us, d_ys, d_vectors, transposed, plan)
     d_input_map, d_xs = _input_gradients(setting, saved, d_zs)
-    return d_params, d_input_map, d_carry, d_xs, None
+    return d_params, d_input_map, d_carry, d_xs, None, None
 
 
 scan.defvjp(_forward, _backward)
@@ -204,7 +241,7 @@ class _TappedStep:
 
     setting: Setting
     maps: taps.Taps
-    constant: dict[str, Any]
+    constant: Arrays
 
     def run(
         self, output_of: taps.OutputOf, inputs: _StepInputs, vectors: Arrays | None = None
@@ -289,7 +326,8 @@ def _input_gradients(
     if saved.input_map is None:
         return None, d_zs
     matrix = saved.input_map["input"]
-    d_input_map = {"input": taps.sum_of_products(saved.xs, d_zs).astype(matrix.dtype)}
+    d_matrix = taps.sum_of_products(saved.xs, d_zs, setting.plan.flatten_rows)
+    d_input_map = {"input": d_matrix.astype(matrix.dtype)}
     if "bias" in saved.input_map:
         d_bias = taps.sum_leading(d_zs, 2, setting.plan.sum_by_matmul)
         d_input_map["bias"] = d_bias.astype(saved.input_map["bias"].dtype)

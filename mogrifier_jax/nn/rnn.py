@@ -261,16 +261,16 @@ class RNN(nn.RNN):
         model_options.check(self, "remat_window", "unroll")
         dtype = self.cell.computation_dtype(xs, weights)
         xs, state = xs.astype(dtype), self.cell.to_state(carry, dtype)
-        of_steps = {"last": last, "reset": resets}
-        masks = masks | {name: mask for name, mask in of_steps.items() if mask is not None}
-        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", *of_steps)}
-        constant: Any = {name: mask for name, mask in masks.items() if name not in scanned}
+        masks = masks if last is None else masks | {"last": last}
+        scanned = {n: m for n, m in masks.items() if m.ndim == 3 or n in ("valid", "last")}
+        constant = {name: mask for name, mask in masks.items() if name not in scanned}
+        marked = None
         if resets is not None:
-            constant["start"] = self.cell.to_state(start, dtype)
+            marked = recurrence.Resets(resets, self.cell.to_state(start, dtype))
         if last is not None and isinstance(state, cells.LSTMCarry):
             state = _Marked(*state, end=state.c)  # type: ignore[assignment]
         run = self.run_fast if self.fast and xs.shape[0] != 0 else self.run_plainly
-        operands = (weights, state, xs, recurrence.Masks(scanned, constant))
+        operands = (weights, state, xs, recurrence.Masks(scanned, constant), marked)
         end: Any
         end, hs = run(*meshes.vary_alike(operands), dtype)
         if last is not None:
@@ -284,6 +284,7 @@ class RNN(nn.RNN):
         state: recurrence.State,
         xs: Float[Array, "T B D"],
         masks: recurrence.Masks,
+        resets: recurrence.Resets | None,
         dtype: np.dtype,
     ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
         """Runs the scan of `windows.py`."""
@@ -295,6 +296,7 @@ class RNN(nn.RNN):
                 state,
                 xs,
                 masks,
+                resets,
                 dtype=dtype,
                 input_map=input_map,
                 remat_window=self.remat_window,
@@ -314,6 +316,7 @@ class RNN(nn.RNN):
         state: recurrence.State,
         xs: Float[Array, "T B D"],
         masks: recurrence.Masks,
+        resets: recurrence.Resets | None,
         dtype: np.dtype,
     ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
         """Runs a plain scan, which is the reference for the fast one."""
@@ -321,13 +324,15 @@ class RNN(nn.RNN):
         def body(
             state: recurrence.State, inputs: Any
         ) -> tuple[recurrence.State, Float[Array, "B H"]]:
-            x, scanned = inputs
+            x, scanned, marks = inputs
+            state = state if resets is None else resets.restart(state, marks)
             params = taps.cast_matrices(weights, dtype)
             state = _step(self.cell.cell, params, state, x, **scanned, **masks.constant)
             return state, state.h
 
         unroll = self.unroll if isinstance(xs.shape[0], int) else 1  # As in `windows.scan`.
-        return jax.lax.scan(body, state, (xs, masks.scanned), unroll=unroll)
+        inputs = (xs, masks.scanned, resets and resets.marks)
+        return jax.lax.scan(body, state, inputs, unroll=unroll)
 
     def gates(
         self, carry: layers.CarryLike, xs: Float[Array, "T B D"]
@@ -391,16 +396,12 @@ def _step(
     x: cells.Input,
     valid: Bool[Array, "B"] | None = None,
     last: Bool[Array, "B"] | None = None,
-    reset: Bool[Array, "B"] | None = None,
-    start: cells.State | None = None,
     **masks: Array,
 ) -> recurrence.State:
-    """One step of a function of `cells.py`, which may start anew, be the last one or be padding."""
+    """One step of a function of `cells.py`, which may be the last one or be padding."""
     before = state
     if isinstance(state, _Marked):
         before = cells.LSTMCarry(state.c, state.h)
-    if reset is not None:
-        before = jax.tree.map(lambda new, old: jnp.where(reset[:, None], new, old), start, before)
     after, _ = cell(params, before, x, **masks)
     if isinstance(state, _Marked):
         assert last is not None  # They come together.

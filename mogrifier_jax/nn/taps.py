@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mogrifier_jax.nn import cells
+from mogrifier_jax.nn import cells, plans
 
 # The matrix of a map [I, ...], or the two factors `down` [I, K] and `up` [K, ...] of a thin one.
 Matrices = tuple[Float[Array, "..."], ...]
@@ -161,23 +161,23 @@ class Taps:
         d_outputs: dict[str, Array],
         d_vectors: dict[str, Array],
         transposed: dict[str, Matrices],
-        by_matmul: bool = False,
+        plan: plans.Plan,
     ) -> Any:
         """The gradients of the tree from what maps read and the gradients of their outputs.
 
-        A matrix takes one matmul over [T, B], and a bias one sum, `by_matmul` or not.
+        A matrix takes one matmul over [T, B], and a bias one sum.
         """
         grads = dict(d_vectors)
         for name, matrices in self.maps.items():
             x, d_output = inputs[name], d_outputs[name]
             if name in self._bias:
-                grads[self._bias[name]] = sum_leading(d_output, 2, by_matmul)
+                grads[self._bias[name]] = sum_leading(d_output, 2, plan.sum_by_matmul)
             if self.is_thin(name):
                 low = jnp.tensordot(x, matrices[0], axes=1)
-                grads[self._second[name]] = sum_of_products(low, d_output)
+                grads[self._second[name]] = sum_of_products(low, d_output, plan.flatten_rows)
                 up = transposed[name][1]
                 d_output = jnp.tensordot(d_output, up, axes=up.ndim - 1)
-            grads[name] = sum_of_products(x, d_output)
+            grads[name] = sum_of_products(x, d_output, plan.flatten_rows)
         return self._treedef.unflatten(
             grads[name].astype(leaf.dtype) for name, leaf in self._params.items()
         )
@@ -245,10 +245,16 @@ saved_sum.defvjp(lambda total, addend: (total, None), lambda _, d_sum: (d_sum, d
 
 
 def sum_of_products(
-    x: Float[Array, "T B I"], d_output: Float[Array, "T B *O"]
+    x: Float[Array, "T B I"], d_output: Float[Array, "T B *O"], flatten: bool = False
 ) -> Float[Array, "I *O"]:
-    """The gradient of a matrix, from its inputs and the gradients of its outputs."""
+    """The gradient of a matrix, from its inputs and the gradients of its outputs.
+
+    `flatten` makes one axis of T and B first.
+    """
     wide = cells.wide(d_output.dtype)
+    if flatten:
+        x, d_output = (a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, d_output))
+        return jnp.tensordot(x, d_output, ((0,), (0,)), preferred_element_type=wide)
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 

@@ -23,6 +23,7 @@ def scan(
     carry: recurrence.State,
     xs: Float[Array, "T B D"],
     masks: recurrence.Masks,
+    resets: recurrence.Resets | None = None,
     *,
     dtype: DTypeLike,
     input_map: cells.Params | None = None,
@@ -47,24 +48,26 @@ def scan(
     steps = xs.shape[0]
     run = functools.partial(_run_window, step, jnp.dtype(dtype), unroll)
     if remat_window is None or remat_window >= steps:
-        return run(params, input_map, carry, xs, masks)
+        return run(params, input_map, carry, xs, masks, resets)
 
     @jax.checkpoint
     def run_chunk(
-        carry: recurrence.State, chunk: tuple[Float[Array, "T B D"], recurrence.Arrays]
+        carry: recurrence.State, chunk: tuple[Float[Array, "T B D"], recurrence.Arrays, Any]
     ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
-        xs, scanned = chunk
-        return run(params, input_map, carry, xs, masks._replace(scanned=scanned))
+        xs, scanned, marks = chunk
+        of_chunk = resets and resets._replace(marks=marks)
+        return run(params, input_map, carry, xs, masks._replace(scanned=scanned), of_chunk)
 
+    sequences = (xs, masks.scanned, resets and resets.marks)
     whole = steps - steps % remat_window
     chunks = jax.tree.map(
         lambda a: a[:whole].reshape(whole // remat_window, remat_window, *a.shape[1:]),
-        (xs, masks.scanned),
+        sequences,
     )
     carry, hs = jax.lax.scan(run_chunk, carry, chunks)
     hs = hs.reshape(whole, *hs.shape[2:])
     if whole < steps:
-        rest = jax.tree.map(lambda a: a[whole:], (xs, masks.scanned))
+        rest = jax.tree.map(lambda a: a[whole:], sequences)
         carry, rest_of_hs = run_chunk(carry, rest)
         hs = jnp.concatenate([hs, rest_of_hs])
     return carry, hs
@@ -73,8 +76,8 @@ def scan(
 def _run_window(
     step: recurrence.Step, dtype: np.dtype, unroll: int, *operands: Any
 ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
-    """Runs a window by its plan; operands are (params, input_map, carry, xs, masks)."""
-    params, input_map, carry, xs, _ = operands
+    """Runs a window by its plan; operands are (params, input_map, carry, xs, masks, resets)."""
+    params, input_map, carry, xs, _, resets = operands
     maps = taps.Taps(params, dtype)
     sizes = plans.Sizes(
         dtype=dtype,
@@ -89,6 +92,8 @@ def _run_window(
         maps_read_inputs=maps.read_inputs,
         projects_inputs=input_map is not None,
         carry_parts_alike=len(carry) > 1 and len({(a.shape, a.dtype) for a in carry}) == 1,
+        resets=resets is not None,
+        one_device=plans.on_one_device(operands),
     )
 
     def run(plan: plans.Plan, *operands: Any) -> tuple[recurrence.State, Float[Array, "T B H"]]:
@@ -107,6 +112,7 @@ def _run_with_padded_rows(
     carry: recurrence.State,
     xs: Float[Array, "T B D"],
     masks: recurrence.Masks,
+    resets: recurrence.Resets | None,
 ) -> tuple[recurrence.State, Float[Array, "T B H"]]:
     """Runs a window whose rows are each followed by rows of zeros, and drops their results."""
     factor = setting.plan.rows_from_one
@@ -125,6 +131,10 @@ def _run_with_padded_rows(
         scanned=jax.tree.map(pad_rows_of_steps, masks.scanned),
         constant=jax.tree.map(pad_rows, masks.constant),
     )
+    padded_resets = resets and recurrence.Resets(
+        marks=pad_rows_of_steps(resets.marks),
+        start=jax.tree.map(pad_rows, resets.start),
+    )
     carry, hs = recurrence.scan(
         setting,
         params,
@@ -132,5 +142,6 @@ def _run_with_padded_rows(
         jax.tree.map(pad_rows, carry),
         pad_rows_of_steps(xs),
         padded_masks,
+        padded_resets,
     )
     return jax.tree.map(lambda a: a[::factor], carry), hs[:, ::factor]

@@ -3,6 +3,7 @@ resets, export, meshes, and what misuse is told."""
 
 import functools
 import inspect
+import itertools
 
 import flax.linen as nn
 import jax
@@ -136,6 +137,18 @@ def test_initialisers_draw_every_gate_as_in_flax(name):
     kernel = orthogonal.init(jax.random.key(0), D, method="weights")["params"]["gates"]["recurrent"]
     for gate in range(kernel.shape[1]):
         np.testing.assert_allclose(kernel[:, gate] @ kernel[:, gate].T, np.eye(H), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_graphs_of_nnx_do_not_depend_on_initialisers_as_in_flax(name):
+    init = jax.nn.initializers
+    drawn = [make_nnx(name), *(make_nnx(name, kernel_init=init.normal(s)) for s in (0.5, 1.0))]
+    drawn.append(make_nnx(name, recurrent_kernel_init=init.ones, bias_init=init.ones))
+    graphs = [nnx.graphdef(cell) for cell in drawn]
+    assert all(graph == graphs[0] for graph in graphs)
+    values = [cell(cell.initialize_carry((B, D)), XS[:, 0])[1] for cell in drawn]
+    assert all(abs(a - b).max() > 1e-3 for a, b in itertools.pairwise(values))
+    assert nnx.graphdef(make_nnx(name, activation_fn=jnp.sin)) != graphs[0]
 
 
 @pytest.mark.slow

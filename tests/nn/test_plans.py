@@ -62,6 +62,8 @@ def test_sizes_are_those_of_the_maps_of_a_step():
         maps_read_inputs=True,
         projects_inputs=False,
         carry_parts_alike=True,
+        resets=False,
+        one_device=True,
     )
     lstm = sizes_of(LSTM)
     assert (lstm.num_maps, lstm.maps_read_inputs, lstm.projects_inputs) == (1, False, True)
@@ -75,6 +77,31 @@ def test_sizes_are_those_of_the_maps_of_a_step():
 def test_cpus_project_inputs_in_the_step_if_there_is_a_projection():
     assert plans.make_plan("cpu", sizes_of(LSTM)) == plans.Plan(project_inputs_in_step=True)
     assert plans.make_plan("cpu", sizes_of(MOGRIFIER)) == plans.Plan()
+
+
+def test_cpus_write_over_outputs_and_join_rows_if_there_are_resets():
+    sizes = dataclasses.replace(sizes_of(MOGRIFIER), resets=True)
+    plan = plans.Plan(overwrite_outputs=True, flatten_rows=True)
+    assert plans.make_plan("cpu", sizes) == plan
+    plan = dataclasses.replace(plan, flatten_rows=False)
+    assert plans.make_plan("cpu", dataclasses.replace(sizes, one_device=False)) == plan
+
+
+def test_a_mesh_of_several_devices_is_seen_from_what_it_holds():
+    assert plans.on_one_device(jnp.ones(2)) and plans.on_one_device([])
+    found = []
+
+    def run(x):
+        found.append(plans.on_one_device({"x": x}))
+        return x
+
+    for devices in (1, 2):
+        mesh = jax.make_mesh((devices,), ("rows",), devices=jax.devices()[:devices])
+        spec = jax.sharding.PartitionSpec("rows")
+        jax.jit(run)(jax.device_put(np.ones(2), jax.sharding.NamedSharding(mesh, spec)))
+        with jax.set_mesh(mesh):
+            run(0)
+    assert found == [True, True, False, False]
 
 
 def test_gpus_pack_and_multiply_if_maps_read_inputs():

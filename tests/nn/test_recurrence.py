@@ -311,6 +311,7 @@ PLANS = {
         stack_carries=True,
     ),
     "GPU": plans.Plan(factor_product_bytes=MANY, product_alignment=128, pack_results=True),
+    "CPU with resets": plans.Plan(overwrite_outputs=True, flatten_rows=True),
 }
 
 
@@ -363,6 +364,8 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
         dict(factor_product_bytes=MANY),
         dict(pack_results=True),
         dict(sum_by_matmul=True),
+        dict(overwrite_outputs=True),
+        dict(flatten_rows=True),
     ):
         assert program(**fields) != default, fields
     products = dict(factor_product_bytes=MANY)
@@ -370,6 +373,27 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
     cell = make_cell("lstm", hidden_size=13)
     tree, _, _ = problem(cell, input_size=11)
     assert program(project_inputs_in_step=True) != program()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["lstm", "gru", "mlstm", "mogrifier low rank", "rewired"])
+def test_gradients_are_written_over_what_the_backward_loop_reads(variant, monkeypatch):
+    """The program needs less memory by one of them; a step that copied them would need as much."""
+    cell, batch = make_cell(variant, hidden_size=13), 16
+    tree, _, _ = problem(cell, input_size=11, batch=batch)
+    tree = jax.tree.map(np.float32, tree)
+
+    def compile_by(plan):
+        monkeypatch.setattr(plans, "make_plan", lambda platform, sizes: plan)
+        gradient = jax.grad(objective(rnn.RNN(cell)), has_aux=True)
+        return jax.jit(gradient).lower(tree, None, None).compile()
+
+    overwriting, apart = compile_by(plans.Plan(overwrite_outputs=True)), compile_by(plans.Plan())
+    saved = (
+        apart.memory_analysis().temp_size_in_bytes
+        - overwriting.memory_analysis().temp_size_in_bytes
+    )
+    assert saved >= 4 * T * batch * 13
 
 
 def rows(program):
