@@ -27,8 +27,10 @@ import secrets
 import shutil
 import signal
 import socket
+import sqlite3
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,6 +44,8 @@ BEAT = 10.0  # Seconds after which a lease is renewed.
 EXPIRY = 60.0  # Seconds without a renewal after which a lease is free.
 PATIENCE = 30.0  # Seconds that a run waits for another one to end, as on a disk.
 _AT_ONCE = 32  # Requests under way.
+_BUSY = 10.0  # Seconds to wait for a transaction of a database.
+_RELISTS = 5  # Of a folder whose checkpoints change while they are copied.
 _RETRIES = 8  # Of a request, after 1, 2, 4, ... seconds: about two minutes, or six on a bad day.
 _LEASE = ".lease"
 # Folders that appear as a whole, and the file that makes them count.
@@ -50,8 +54,9 @@ _MARK = "info/info.json"
 # What belongs to one process: locks, and what is not finished yet.
 _PRIVATE = re.compile(
     r"(^|/)(\.lease|\.lock|checkpoints/lock|\.[^/]*\.tmp|[^/]*\.orbax-checkpoint-tmp[^/]*"
-    r"|\d+\.removed[^/]*|\d+\.replaced)(/|$)"
+    r"|\d+\.removed[^/]*|\d+\.replaced|[^/]*\.db-(journal|wal|shm))(/|$)"
 )
+_ADDRESSES = "MOGRIFIER_BUCKETS"  # The variable by which other processes know what mirrors show.
 
 Signature = tuple[int, int, int]
 _mirrors: dict[str, "Mirror"] = {}  # By their folders.
@@ -70,9 +75,12 @@ def is_mirror(path: str | os.PathLike) -> bool:
 
 
 def show(text: str) -> str:
-    """A text for people, with the addresses of mirrors instead of their folders."""
-    for folder, mirror in list(_mirrors.items()):
-        text = text.replace(folder, mirror.url)
+    """A text for people, with the addresses of mirrors instead of their folders.
+
+    Also with those of the process that started this one.
+    """
+    for folder, url in _addresses().items():
+        text = text.replace(folder, url)
     return text
 
 
@@ -91,46 +99,89 @@ def mounted(path: str, *, exclusive: bool = False) -> Iterator[str]:
     try:
         mirror.start(exclusive)
         yield str(mirror.folder)
-    except BaseException:
+    except BaseException as error:
+        _name_address(error)
         mirror.close(quiet=True)
         raise
     mirror.close()
 
 
 @contextlib.contextmanager
-def output(path: str | None) -> Iterator[str | None]:
+def output(path: Any) -> Iterator[Any]:
     """A file to write: the one of this name, or one that is copied to a bucket in the end."""
-    if path is None or not is_bucket(path):
+    if not is_bucket(path):
         yield path
         return
     folder, _, name = str(path).rpartition("/")
+    if not name or not is_bucket(folder):
+        raise errors.UsageError(f"{path} names no file; give one, as {str(path).rstrip('/')}/file")
     mirror = Mirror(folder)
     try:
         mirror.folder.mkdir()
         mirror.fetch([name])  # A report is renewed, not begun anew.
         yield str(mirror.folder / name)
-    except BaseException:
+    except BaseException as error:
+        _name_address(error)
         mirror.close(quiet=True)
         raise
     mirror.close()
 
 
-def local_copy(path: Any) -> Any:
-    """A path to read from: this one, or a copy of the folder or file in a bucket.
+@contextlib.contextmanager
+def copied(path: Any) -> Iterator[Any]:
+    """A path to read from: this one, or a copy of the folder or file in a bucket."""
+    if not is_bucket(path):
+        yield path
+        return
+    mirror = _copy(path)
+    try:
+        yield str(mirror.folder)
+    except BaseException as error:
+        _name_address(error)
+        raise
+    finally:
+        mirror.remove()
 
-    The copy is there until the process ends.
-    """
+
+def local_copy(path: Any) -> Any:
+    """As `copied`, with one copy that is there until the process ends."""
     if not is_bucket(path):
         return path
     for mirror in _mirrors.values():
         if mirror.url == _normalised(path):
             return str(mirror.folder)
-    mirror = Mirror(path)
+    mirror = _copy(path)
     atexit.register(mirror.remove)
-    if not mirror.pull() and not mirror.pull_file():
-        mirror.remove()
-        raise errors.UsageError(f"{mirror.url} does not exist; give the address of what is there")
     return str(mirror.folder)
+
+
+def _copy(path: Any) -> "Mirror":
+    mirror = Mirror(path)
+    try:
+        if mirror.pull() or mirror.pull_file():
+            return mirror
+        raise errors.UsageError(f"{mirror.url} does not exist; give the address of what is there")
+    except BaseException:
+        mirror.remove()
+        raise
+
+
+def _addresses() -> dict[str, str]:
+    """The addresses of mirrors by their folders, for this process and those that it starts."""
+    parts = os.environ.get(_ADDRESSES, "").split("\n")
+    return dict(zip(parts[::2], parts[1::2], strict=False))
+
+
+def _note_address(folder: str, url: str | None) -> None:
+    known = _addresses() | {folder: url}
+    lines = [part for name, value in known.items() if value for part in (name, value)]
+    os.environ[_ADDRESSES] = "\n".join(lines)
+
+
+def _name_address(error: BaseException) -> None:
+    """Lets the message of an error name the addresses of mirrors, while they are known."""
+    if isinstance(error, errors.UsageError | errors.Diverged | errors.Interrupted):
+        error.args = tuple(show(str(part)) for part in error.args)
 
 
 class Mirror:
@@ -146,6 +197,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         _mirrors[str(self.folder)] = self
+        _note_address(str(self.folder), self.url)
 
     def start(self, exclusive: bool) -> None:
         """Copies what is there and begins to write what changes."""
@@ -153,7 +205,9 @@ class Mirror:
         if exclusive and first:
             self._lease = _Lease(self._store, self.url)
         if first or not exclusive:
-            self.pull()
+            # A single object is a model file, which can only be read.
+            if not self.pull() and not exclusive and self.pull_file():
+                return
         self.folder.mkdir(parents=True, exist_ok=True)
         if first:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="bucket")
@@ -161,11 +215,23 @@ class Mirror:
 
     def pull(self) -> bool:
         """Copies the folder from the bucket; False if nothing is there."""
-        with _explained(self.url, "read"):
-            names = [key.decode() for key in self._store.list().result()]
-        names = [name for name in names if not name.endswith("/") and not _PRIVATE.search(name)]
-        whole = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
-        self.fetch(name for name in names if (_group(name) or "") in {"", *whole})
+        for _ in range(_RELISTS):
+            with _explained(self.url, "read"):
+                names = [key.decode() for key in self._store.list().result()]
+            names = [name for name in names if not name.endswith("/") and not _PRIVATE.search(name)]
+            whole = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
+            names = [name for name in names if (_group(name) or "") in {"", *whole}]
+            gone = {_group(name) for name in self.fetch(names)} - {None}
+            if not gone:
+                break
+            # A run that goes on has replaced these checkpoints by others since they were listed.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._pushed.clear()
+        else:
+            raise errors.UsageError(
+                f"{self.url} changes faster than it can be copied; try again when its run saves "
+                "less often, or has ended"
+            )
         return bool(names)
 
     def pull_file(self) -> bool:
@@ -178,8 +244,8 @@ class Mirror:
         self.folder.write_bytes(found.value)
         return True
 
-    def fetch(self, names: Iterable[str]) -> None:
-        """Copies some files from the bucket; those that are not there are left out."""
+    def fetch(self, names: Iterable[str]) -> list[str]:
+        """Copies some files from the bucket; returns those that are not there."""
         names = list(names)
 
         def write(name: str, found: Any) -> None:
@@ -191,6 +257,7 @@ class Mirror:
 
         with _explained(self.url, "read"):
             _side_by_side(names, lambda name: self._store.read(name.encode()), write)
+        return [name for name in names if name not in self._pushed]
 
     def push(self) -> None:
         """Copies what has changed to the bucket, in an order that is safe at every moment."""
@@ -238,6 +305,7 @@ class Mirror:
 
     def _forget(self) -> None:
         _mirrors.pop(str(self.folder), None)
+        _note_address(str(self.folder), None)
         self._guard.close()
 
     def _watch(self) -> None:
@@ -307,10 +375,14 @@ class Mirror:
         def send(name: str) -> Any:
             nonlocal there
             try:
-                value = (self.folder / name).read_bytes()
+                value = _read(self.folder / name)
             except FileNotFoundError:
                 there = False
                 return None
+            except sqlite3.OperationalError:  # It is locked; the next pass tries again.
+                return None
+            except sqlite3.DatabaseError:  # It is no database.
+                value = (self.folder / name).read_bytes()
             return self._store.write(name.encode(), value)
 
         def note(name: str, _: Any) -> None:
@@ -474,6 +546,21 @@ def _group(name: str) -> str | None:
 def _step_of(group: str) -> tuple[str, int]:
     above, _, step = group[:-1].rpartition("/")
     return above, int(step)
+
+
+def _read(path: pathlib.Path) -> bytes:
+    """The content of a file; of a database, what it holds between two transactions.
+
+    A database is opened by its own library alone, because to close the file otherwise would end
+    the locks that this process has on it.
+    """
+    if path.suffix != ".db" or not path.stat().st_size:
+        return path.read_bytes()
+    name = f"file:{urllib.parse.quote(str(path))}?mode=rw"  # Which creates no file.
+    with contextlib.closing(sqlite3.connect(name, timeout=_BUSY, uri=True)) as database:
+        database.execute("begin")
+        database.execute("select count(*) from sqlite_master").fetchone()  # Now nobody writes.
+        return database.serialize()
 
 
 def _sign(path: pathlib.Path) -> Signature:

@@ -259,11 +259,13 @@ def local_paths() -> Iterator[None]:
     """Lets flags that name buckets name local copies meanwhile, whose changes are copied back."""
     given: dict[str, Any] = {name: FLAGS[name] for name in ("workdir", "json", "output", "report")}
     named = {name: flag.value for name, flag in given.items()}
-    written, trains = FLAGS.eval.output, FLAGS.mode in ("train", "sweep")
+    written = FLAGS.eval.output
+    # Workers on several machines tune in one workdir, but not with a database inside it.
+    exclusive = FLAGS.mode in ("train", "sweep") or (FLAGS.mode == "tune" and not FLAGS.storage)
     with contextlib.ExitStack() as stack:
         if "://" in (named["workdir"] or ""):
             places = [
-                stack.enter_context(buckets.mounted(place, exclusive=trains))
+                stack.enter_context(buckets.mounted(place, exclusive=exclusive))
                 for place in split_workdirs()
             ]
             given["workdir"].value = ",".join(places)

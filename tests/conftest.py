@@ -4,7 +4,9 @@ import atexit
 import gc
 import logging
 import os
+import pathlib
 import shutil
+import sys
 import tempfile
 
 from tests import compiler_options
@@ -59,6 +61,33 @@ def same_log_levels():
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
+    from absl import flags
+    from absl.testing import flagsaver
+
+    from mogrifier_jax import distributed, hardware, jax_settings, main
+    from mogrifier_jax.training import logs
+
+    monkeypatch.chdir(pathlib.Path(__file__).parents[1])
+    monkeypatch.setattr(logs, "setup_logging", lambda: None)
+    monkeypatch.setattr(jax_settings, "use_compilation_cache", lambda: None)
+    monkeypatch.setattr(jax_settings, "check_xla_flags", lambda: None)  # It starts a process.
+    monkeypatch.setattr(hardware, "describe_unused_accelerator", lambda: None)
+    monkeypatch.setattr(distributed, "find_cluster", lambda *numbers: None)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["main", *arguments])
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
+            flags.FLAGS.unparse_flags()
+            main.run()
+        run.printed, said = capsys.readouterr()
+        return stopped.value.code, said
+
+    return run
 
 
 @pytest.fixture

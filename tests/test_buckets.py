@@ -1,16 +1,25 @@
+import contextlib
+import importlib
 import json
 import pathlib
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 
+import jax
+import numpy as np
 import pytest
+import safetensors.numpy
 
-from mogrifier_jax import buckets, errors
-from mogrifier_jax.data import corpora
-from tests import object_store
+import mogrifier_jax
+from experiments import text as experiments_text
+from mogrifier_jax import buckets, configs, errors
+from mogrifier_jax.data import corpora, vocabularies
+from mogrifier_jax.training import runs, train
+from tests import object_store, workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUN = "gs://runs/some/run"
@@ -24,6 +33,8 @@ def store(monkeypatch, tmp_path):
         monkeypatch.setenv("MOGRIFIER_CACHE_DIR", str(tmp_path / "cache"))
         monkeypatch.setattr(buckets, "_RETRIES", 1)
         yield server
+        for mirror in list(buckets._mirrors.values()):
+            mirror.remove()
 
 
 def contents(store, prefix="some/run/"):
@@ -333,8 +344,6 @@ def test_a_folder_and_a_file_are_copied_to_be_read(store):
     assert pathlib.Path(file).read_bytes() == b"b" and file.endswith("/b")
     with pytest.raises(errors.UsageError, match="gs://runs/some/runs does not exist"):
         buckets.local_copy(f"{RUN}s")
-    for mirror in list(buckets._mirrors.values()):
-        mirror.remove()
 
 
 @pytest.mark.slow
@@ -395,3 +404,208 @@ def test_s3_has_files_a_lease_and_missing_buckets(s3, monkeypatch):
     with pytest.raises(errors.UsageError, match=r"s3://missing/run cannot be written \(NOT_FOUND"):
         with buckets.mounted("s3://missing/run", exclusive=True):
             raise AssertionError
+
+
+# Commands and Python.
+
+
+def stored(address):
+    """Every object under an address, of either kind of store."""
+    store = buckets._open(address)
+    return {key.decode(): store.read(key).result().value for key in store.list().result()}
+
+
+@pytest.fixture
+def run_in_bucket(tmp_path):
+    """Makes a run at an address whose corpus is a small text; returns its files."""
+
+    def make(address):
+        text = "The lambda form creates a function.\n" * 60
+        (tmp_path / "text.txt").write_text(text)
+        config = experiments_text.get_config("tiny")
+        with config.unlocked():
+            config.data.window, config.data.path = 8, str(tmp_path / "text.txt")
+            config.data.data_dir = str(tmp_path / "prepared")
+        vocab = vocabularies.Vocabulary.from_text(text, "character")
+        with buckets.mounted(address) as folder:
+            workdir.write_run(folder, config, vocab)
+        return stored(address)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fixture", "place"), [("store", "gs://runs"), ("s3", "s3://runs")])
+def test_every_mode_reads_and_writes_a_bucket(
+    fixture, place, request, command, run_in_bucket, tmp_path
+):
+    # It defines flags, which would be gone after the first command.
+    importlib.import_module("array_record.python.array_record_data_source")
+    request.getfixturevalue(fixture)
+    before = run_in_bucket(f"{place}/run")
+    run, out = f"--workdir={place}/run", f"{place}/out"
+    printed = ""
+    for flags in [
+        ["--mode=evaluate", run, f"--eval.output={out}/table.md"],
+        ["--mode=sample", run, "--length=5"],
+        ["--mode=export", run],
+        ["--mode=export", run, f"--output={out}/model.safetensors"],
+        ["--mode=sample", f"--workdir={out}/model.safetensors", "--length=5"],
+        ["--mode=explore", run, "--length=10"],
+        ["--mode=inspect", run, f"--report={out}/gates.md", f"--json={out}/gates.json"],
+        ["--mode=config", "--config=pydoc", f"--json={out}/config.json"],
+    ]:
+        code, said = command(*flags)
+        assert not code, said
+        printed += command.printed
+    after = stored(f"{place}/run")
+    assert before.items() <= after.items()
+    assert {"evaluation.json", "model.safetensors", "explore.html"} <= after.keys()
+    written = stored(out)
+    names = {"table.md", "model.safetensors", "gates.md", "gates.json", "config.json"}
+    assert names <= written.keys()
+    models = [safetensors.numpy.load(each["model.safetensors"]) for each in (written, after)]
+    # The order of the metadata in the files is arbitrary.
+    jax.tree.map(np.testing.assert_array_equal, *models)
+    # Nobody is told of the copies on this disk. Orbax's own note in a checkpoint is not read.
+    told = {name for name, content in (after | written).items() if b"/cache/buckets/" in content}
+    assert all(name.endswith("commit_success.txt") for name in told), told
+    assert f"{place}/run" in printed and "/cache/buckets/" not in printed
+    assert not cached(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_sweep_is_in_a_bucket(store, command, tmp_path):
+    size = ["--config.model.num_layers=1", "--config.schedule.turns=1"]
+    code, said = command(
+        *("--mode=sweep", "--config=pydoc:tiny", "--set=models", f"--workdir={RUN}", *size),
+        f"--report={RUN}.md",
+    )
+    assert not code, said
+    assert "mogrifier/seed1/results.json" in contents(store)
+    assert f"{RUN}/models.md" in command.printed and "/cache/buckets/" not in command.printed
+    assert contents(store, "some/")["run.md"] and not cached(tmp_path)
+
+
+@pytest.mark.slow
+def test_models_and_pages_are_saved_to_a_bucket_and_loaded_anew(store, run_in_bucket):
+    run_in_bucket(RUN)
+    model = mogrifier_jax.load(RUN)
+    assert model.info["workdir"] == RUN and not buckets._mirrors
+    model.save("gs://runs/shared/model.safetensors")
+    page = model.explore("The lambda").save("gs://runs/shared/page.html")
+    assert "The lambda form" not in page.name
+    shared = stored("gs://runs/shared")
+    assert shared.keys() == {"model.safetensors", "page.html"}
+    copy = mogrifier_jax.load("gs://runs/shared/model.safetensors")
+    text = "The lambda form.\n"
+    assert copy.score(text).nats.sum() == model.score(text).nats.sum()
+    # What a run writes meanwhile is seen: the second load is not that of the first one's copy.
+    store.objects["runs"].clear()
+    with pytest.raises(errors.UsageError, match=f"{RUN} does not exist"):
+        mogrifier_jax.load(RUN)
+
+
+@pytest.mark.parametrize("path", ["gs://runs", "gs://runs/", "gs://runs/folder/"])
+def test_an_address_without_a_name_is_no_file(path):
+    with pytest.raises(errors.UsageError, match=f"{path} names no file"):
+        with buckets.output(path):
+            raise AssertionError
+
+
+def test_training_from_python_takes_an_address(store, monkeypatch, tmp_path):
+    def stop(config):
+        (mirror,) = buckets._mirrors.values()
+        assert mirror.url == RUN and ".lease" in contents(store)
+        raise errors.UsageError(f"no run in {mirror.folder}")
+
+    monkeypatch.setattr(runs, "make_run", stop)
+    with pytest.raises(errors.UsageError, match=f"no run in {RUN}"):
+        train.train_and_evaluate(configs.load_config("pydoc:tiny"), RUN)
+    assert not contents(store) and not cached(tmp_path)
+
+
+def test_errors_name_the_address_and_not_the_copy(store, command, tmp_path):
+    put(store, **{"config.json": b"{"})
+    for mode in ("evaluate", "sample", "explore"):
+        code, said = command(f"--mode={mode}", f"--workdir={RUN}")
+        assert code == 2 and RUN in said and str(tmp_path) not in said
+    with pytest.raises(errors.UsageError, match=RUN):
+        mogrifier_jax.load(RUN)
+
+
+def test_other_processes_name_the_address_too(store):
+    program = "import sys; from mogrifier_jax import buckets; print(buckets.show(sys.argv[1]))"
+    with buckets.mounted(RUN) as folder:
+        command = [sys.executable, "-c", program, f"{folder}/x"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout == f"{RUN}/x\n"
+    assert buckets.show(folder) == folder
+
+
+# What changes while it is copied.
+
+
+def test_a_run_that_goes_on_can_be_copied(store, monkeypatch):
+    """A checkpoint that disappears between the list and its files is replaced by its successor."""
+
+    def add(step):
+        for name in ("state/d", "info/info.json"):
+            put(store, **{f"checkpoints/{step}/{name}": b"%d" % step})
+
+    add(10)
+    read, left = object_store.Handler.read, [1]
+
+    def read_late(handler, objects, name, query, body):
+        if name.endswith("10/state/d") and left:
+            left.clear()
+            add(20)
+            for old in ("state/d", "info/info.json"):
+                objects.pop(f"some/run/checkpoints/10/{old}", None)
+        read(handler, objects, name, query, body)
+
+    monkeypatch.setattr(object_store.Handler, "read", read_late)
+    with buckets.copied(RUN) as folder:
+        found = sorted(p.relative_to(folder).as_posix() for p in pathlib.Path(folder).rglob("*/*"))
+    assert not left
+    assert found == [
+        *("checkpoints/20", "checkpoints/20/info", "checkpoints/20/info/info.json"),
+        *("checkpoints/20/state", "checkpoints/20/state/d"),
+    ]
+
+
+def test_a_database_is_copied_between_two_transactions(store):
+    with buckets.mounted(RUN) as folder:
+        (mirror,) = buckets._mirrors.values()
+        path = pathlib.Path(folder, "study.db")
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("create table trials (number integer)")
+            database.execute("insert into trials values (1)")
+            database.commit()
+            database.execute("pragma cache_size = 1")  # So that changes are written at once.
+            database.executemany("insert into trials values (?)", [(7,)] * 100_000)
+            assert path.with_name("study.db-journal").exists()
+            torn = path.read_bytes()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(buckets, "_BUSY", 0.1)
+                mirror.push()
+            assert contents(store).get("study.db") != torn
+            database.rollback()
+        (pathlib.Path(folder) / "no.db").write_bytes(b"not a database")
+    found = contents(store)
+    assert found.keys() == {"study.db", "no.db"} and found["no.db"] == b"not a database"
+    with contextlib.closing(sqlite3.connect(":memory:")) as copy:
+        copy.deserialize(found["study.db"])
+        assert copy.execute("select * from trials").fetchall() == [(1,)]
+
+
+def test_one_machine_tunes_with_a_database_in_the_bucket(store, command, monkeypatch):
+    """Two copies of it would replace each other; workers elsewhere need a --storage."""
+    for name, value in dict(BEAT=0.1, PAUSE=0.1, PATIENCE=0.5).items():
+        monkeypatch.setattr(buckets, name, value)
+    tune = ["--mode=tune", "--config=pydoc:tiny", "--study=appendix_a", f"--workdir={RUN}"]
+    with buckets.mounted(RUN, exclusive=True):
+        code, said = command(*tune, "--trials=1")
+        assert code == 2 and "another run is writing to gs://runs/some/run" in said
+        code, said = command(*tune, "--trials=1", "--storage=/nowhere/x.journal")
+        assert code == 2 and "another run" not in said  # Control: refused for its storage alone.

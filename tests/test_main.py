@@ -22,41 +22,19 @@ from mogrifier_jax import (
     command_line,
     config_keys,
     configs,
-    distributed,
     errors,
     failures,
-    hardware,
     jax_settings,
     main,
 )
 from mogrifier_jax.analysis import sweeps
 from mogrifier_jax.evaluation import text_sampling
-from mogrifier_jax.training import logs, signals, train
+from mogrifier_jax.training import signals, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=experiments/pydoc.py:tiny"
 WIKITEXT2 = "--config=experiments/wikitext2.py:tiny"
 ABLATION = "--config=experiments/ablation.py:tiny"
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(logs, "setup_logging", lambda: None)
-    monkeypatch.setattr(jax_settings, "use_compilation_cache", lambda: None)
-    monkeypatch.setattr(jax_settings, "check_xla_flags", lambda: None)  # It starts a process.
-    monkeypatch.setattr(hardware, "describe_unused_accelerator", lambda: None)
-    monkeypatch.setattr(distributed, "find_cluster", lambda *numbers: None)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["main", *arguments])
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
-            flags.FLAGS.unparse_flags()
-            main.run()
-        return stopped.value.code, capsys.readouterr().err
-
-    return run
 
 
 @pytest.fixture

@@ -67,10 +67,10 @@ NONSENSE = {
     "num_samples": (lambda m: m.generate(num_samples=10**12), "num_samples .* must be at most"),
     "length": (lambda m: m.generate(length=2.5), "length 2.5 must be a whole number"),
     "save": (lambda m: m.save("/proc/nothing/x"), "cannot be written"),
-    "save to a bucket": (lambda m: m.save("gs://a/b"), "path=gs://a/b is an address"),
+    "save to an address": (lambda m: m.save("hdfs://a/b"), "path=hdfs://a/b is an address"),
     "save to a bucket's path": (
         lambda m: m.save(pathlib.Path("s3://a/b")),
-        "path=s3:/a/b is an address",
+        "s3://a cannot be used",
     ),
     "weights": (lambda m: spoiled(m).generate(length=3), "logits after token 0 are not finite"),
     "save a folder": (lambda m: m.save("/"), "cannot be written"),

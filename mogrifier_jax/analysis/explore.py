@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from mogrifier_jax import errors, files, options
+from mogrifier_jax import buckets, errors, files, options
 from mogrifier_jax.analysis import explore_data, inspection
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import loading, scored_texts, trained_model
@@ -45,12 +45,13 @@ class Page:
         )
 
     def save(self, path: str | os.PathLike) -> pathlib.Path:
-        """Writes the page to a file, completely or not at all."""
-        path = pathlib.Path(path)
-        if not path.parent.is_dir():
-            raise errors.UsageError(f"{path.parent} is not a folder; create it first")
-        atomic_files.replace_text(path, self.html)
-        return path
+        """Writes the page to a file, completely or not at all; it may be in a bucket."""
+        with buckets.output(path) as name:
+            place = pathlib.Path(name)
+            if not place.parent.is_dir():
+                raise errors.UsageError(f"{place.parent} is not a folder; create it first")
+            atomic_files.replace_text(place, self.html)
+        return pathlib.Path(path)
 
 
 def write_page(

@@ -18,7 +18,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import configs, errors, files, options
+from mogrifier_jax import buckets, configs, errors, files, options
 from mogrifier_jax.analysis import sweep_report, sweep_results
 from mogrifier_jax.data import tasks
 from mogrifier_jax.training import (
@@ -165,7 +165,7 @@ def sweep(
             made = pathlib.Path(workdir) / name
             sweep_report.insert_table(report, f"{experiment.name} {name}", made)
         written += paths
-    print(f"\n{sweep_report.show(written)}" if written else "no run has a result")
+    print(f"\n{buckets.show(sweep_report.show(written))}" if written else "no run has a result")
 
 
 def check_corpora(jobs: Sequence[Job], waiting: Sequence[Job]) -> None:

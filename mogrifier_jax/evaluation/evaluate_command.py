@@ -19,7 +19,7 @@ import jax
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, files
+from mogrifier_jax import buckets, errors, files
 from mogrifier_jax.evaluation import (
     dyneval,
     ensembles,
@@ -109,13 +109,9 @@ def make_result(
     token_file = pathlib.Path(scorer.folder) / "tokens" / f"{method}_{name}.npz"
     if jax.process_index() == 0:
         token_files.write_tokens(token_file, scores, scorer.loaded.vocabulary, **result)
+    found = {"tokens": len(scores.tokens), "file": buckets.show(str(token_file))}
     nats = outcome.mean()
     if nats != nats:
-        return result | {"nats": None, "tokens": len(scores.tokens), "file": str(token_file)}
+        return result | {"nats": None, **found}
     values = {"perplexity": units.perplexity(nats), "bits": units.bits(nats)}
-    return result | {
-        "nats": nats,
-        **values,
-        "tokens": len(scores.tokens),
-        "file": str(token_file),
-    }
+    return result | {"nats": nats, **values, **found}

@@ -35,13 +35,13 @@ def load_run(
         )
     if not os.fspath(workdir):
         raise errors.UsageError("workdir is an empty text; give that of a trained run")
-    workdir = buckets.local_copy(workdir)
-    # pathlib raises an OSError for a name that is too long.
-    if os.path.isfile(workdir):
-        return model_files.load_file(workdir, mesh)
-    if not os.path.isdir(workdir):
-        raise errors.UsageError(f"workdir {workdir} does not exist; give that of a trained run")
-    return _load_workdir(workdir, which, mesh)
+    with buckets.copied(workdir) as place:
+        # pathlib raises an OSError for a name that is too long.
+        if os.path.isfile(place):
+            return model_files.load_file(place, mesh)
+        if not os.path.isdir(place):
+            raise errors.UsageError(f"workdir {place} does not exist; give that of a trained run")
+        return _load_workdir(place, which, mesh)
 
 
 def _load_workdir(
@@ -86,7 +86,7 @@ def _load_workdir(
         params=average.value(restored.state["average"], restored.state["params"]),
         temperature=restored.info.get("temperature"),
         info={
-            "workdir": str(workdir),
+            "workdir": buckets.show(str(workdir)),
             "which": which,
             "step": restored.step,
             "total_steps": total_steps,

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 from jax.sharding import Mesh
 
-from mogrifier_jax import errors, files
+from mogrifier_jax import buckets, errors, files
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import array_digests, loaded_run
 from mogrifier_jax.training import atomic_files, runs, state_arrays, workdirs
@@ -49,11 +49,12 @@ def find_shipped(name: str | os.PathLike) -> str | os.PathLike:
 
 
 def save_file(loaded: loaded_run.LoadedRun, path: str | os.PathLike) -> None:
-    """Writes a model file, whole or not at all.
+    """Writes a model file, whole or not at all, here or in a bucket.
 
     It mentions no folder of this machine.
     """
-    atomic_files.check_output(path, "path")
+    if not buckets.is_bucket(path):
+        atomic_files.check_output(path, "path")
     errors.check(bool(path), f"path {path!r} names no file; give one")
     config = loaded.config.copy_and_resolve_references()
     with config.unlocked():
@@ -70,7 +71,7 @@ def save_file(loaded: loaded_run.LoadedRun, path: str | os.PathLike) -> None:
         "info": json.dumps({k: v for k, v in loaded.info.items() if k != "workdir"}),
     }
     metadata["digest"] = digest_file(arrays, metadata)
-    with atomic_files.replacing(path) as file:
+    with buckets.output(path) as place, atomic_files.replacing(place) as file:
         file.write(safetensors.numpy.save(arrays, metadata))
 
 
@@ -84,7 +85,7 @@ def load_file(path: str | os.PathLike, mesh: Mesh | None = None) -> loaded_run.L
         }
         config = workdirs.config_from_json(parts["config"])
         vocab = vocabularies.Vocabulary.from_json(metadata["vocabulary"])
-        info = {**parts["info"], "workdir": str(path)}
+        info = {**parts["info"], "workdir": buckets.show(str(path))}
         model = runs.make_model(config, len(vocab))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise errors.UsageError(

@@ -110,7 +110,7 @@ def refuse_address(path: str | os.PathLike, name: str) -> None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
         raise errors.UsageError(
             f"{name}={os.fspath(path)} is an address, not a path, and cannot be written; give a "
-            "path of this machine, or one of gs:// or s3:// to the command"
+            "path of this machine, or an address of gs:// or s3:// where one is possible"
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, files
+from mogrifier_jax import buckets, errors, files
 from mogrifier_jax.training import (
     learning_curves,
     logs,
@@ -40,27 +40,28 @@ def train_and_evaluate(
     config: config_dict.ConfigDict, workdir: str, *, profile_steps: str | None = None
 ) -> files.JsonObject:
     """Trains to the end of the schedule, or until a request to stop; returns the results."""
-    trace = profiling.Trace(workdir, profile_steps)
-    workdirs.check_place(workdir)
-    workdirs.check_config(workdir, config)
-    with contextlib.ExitStack() as stack:
-        # Signals are noted from here on, because an exception inside the compiler would be lost.
-        with signals.StopRequests() as stop_requests:
-            run = runs.make_run(config)
-            stop_requests.check()
-            record = stack.enter_context(run_record.open_record(run, workdir))
-            stack.enter_context(logs.copied_to(os.path.join(workdir, "run.log")))
-            logging.info("\n%s", summaries.describe_run(run, workdir))
-            compiled = programs.Programs(run)
-            train_turns(record, compiled, stop_requests, trace=trace)
-        results = score_best(record, compiled)
-    if jax.process_index() == 0:
-        try:
-            learning_curves.draw(workdir, unit=run.task.score_unit)
-        except ImportError:
-            logging.info("no learning_curve.png: matplotlib is not installed")
-        logging.info("\n%s", summaries.describe_results(results, run.task.score_unit, workdir))
-    return results
+    with buckets.mounted(workdir, exclusive=True) as workdir:
+        trace = profiling.Trace(workdir, profile_steps)
+        workdirs.check_place(workdir)
+        workdirs.check_config(workdir, config)
+        with contextlib.ExitStack() as stack:
+            # Signals are noted from here on: an exception inside the compiler would be lost.
+            with signals.StopRequests() as stop_requests:
+                run = runs.make_run(config)
+                stop_requests.check()
+                record = stack.enter_context(run_record.open_record(run, workdir))
+                stack.enter_context(logs.copied_to(os.path.join(workdir, "run.log")))
+                logging.info("\n%s", summaries.describe_run(run, workdir))
+                compiled = programs.Programs(run)
+                train_turns(record, compiled, stop_requests, trace=trace)
+            results = score_best(record, compiled)
+        if jax.process_index() == 0:
+            try:
+                learning_curves.draw(workdir, unit=run.task.score_unit)
+            except ImportError:
+                logging.info("no learning_curve.png: matplotlib is not installed")
+            logging.info("\n%s", summaries.describe_results(results, run.task.score_unit, workdir))
+        return results
 
 
 def train_turns(
