@@ -95,15 +95,9 @@ def mounted(path: str, *, exclusive: bool = False) -> Iterator[str]:
     if not is_bucket(path):
         yield path
         return
-    mirror = Mirror(path)
-    try:
+    with _written_back(path) as mirror:
         mirror.start(exclusive)
         yield str(mirror.folder)
-    except BaseException as error:
-        _name_address(error)
-        mirror.close(quiet=True)
-        raise
-    mirror.close()
 
 
 @contextlib.contextmanager
@@ -115,11 +109,17 @@ def output(path: Any) -> Iterator[Any]:
     folder, _, name = str(path).rpartition("/")
     if not name or not is_bucket(folder):
         raise errors.UsageError(f"{path} names no file; give one, as {str(path).rstrip('/')}/file")
-    mirror = Mirror(folder)
-    try:
+    with _written_back(folder) as mirror:
         mirror.folder.mkdir()
         mirror.fetch([name])  # A report is renewed, not begun anew.
         yield str(mirror.folder / name)
+
+
+@contextlib.contextmanager
+def _written_back(path: str) -> Iterator["Mirror"]:
+    mirror = Mirror(path)
+    try:
+        yield mirror
     except BaseException as error:
         _name_address(error)
         mirror.close(quiet=True)

@@ -159,7 +159,10 @@ NONSENSE = {
         lambda m: from_flax.convert(*changed(lambda p: p | {"kernel": object()})),
         r"must have a kernel of shape \(4, 4\), and has none",
     ),
-    "tensors of a number": (lambda m: from_pytorch.convert({1: 2}), "1"),
+    "tensors of a number": (
+        lambda m: from_pytorch.convert({1: 2}),
+        "give a mapping of names to tensors",
+    ),
     "vocabulary": (lambda m: vocabularies.Vocabulary.from_json(5), "is not valid JSON"),
     "several lines": (lambda m: m.predict("some", top=jnp.ones((2, 2))), r"^top Array[^\n]* must"),
     "which of numbers": (

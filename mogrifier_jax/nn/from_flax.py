@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Real
 
@@ -234,7 +235,7 @@ def read_gates(kind: Match, cell: Any, params: cells.Params) -> dict[str, Array]
     size = cell.features
     for name, leaves in params.items():
         shapes = (
-            {} if not isinstance(leaves, Mapping) else {n: jnp.shape(a) for n, a in leaves.items()}
+            {} if not isinstance(leaves, Mapping) else {n: np.shape(a) for n, a in leaves.items()}
         )
         # None stands for the number of input features, which only the parameters show.
         expected: dict[str, tuple[int | None, ...]] = {

@@ -529,11 +529,12 @@ def test_saving_keeps_nothing_in_memory(tmp_path):
                 saved.save(step, state, info={}, best=True)
             saved.wait()
 
-        save(range(4))  # What is made once is made now.
-        before = count_objects()
-        save(range(4, 8))
-        save(range(8, 12))
-        assert count_objects() - before < 8  # TensorStore would keep more for each save.
+        counts = []
+        for first in range(0, 24, 4):
+            save(range(first, first + 4))
+            counts.append(count_objects())
+        # TensorStore would keep more for each save. Other threads may add something once.
+        assert min(np.diff(counts)) < 4, counts
 
 
 # Signals.
