@@ -247,7 +247,7 @@ def show_config() -> None:
         from mogrifier_jax.training import atomic_files
 
         atomic_files.check_output(FLAGS.json, "--json")
-        atomic_files.replace_text(FLAGS.json, config.to_json_best_effort(indent=2) + "\n")
+        atomic_files.write_output(FLAGS.json, config.to_json_best_effort(indent=2) + "\n")
         return
     declared = config_keys.keys()
     for name, value in sorted(configs.flatten(config).items()):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -512,9 +513,20 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
     assert names == {path.name, others.name, mine.name, f".{path.name}.00000000.tmp"}
 
 
-def test_a_device_is_written_to_and_stays_one():
-    atomic_files.replace_text("/dev/null", "gone")
+def test_a_device_that_somebody_names_is_written_to_and_stays_one():
+    atomic_files.write_output("/dev/null", "gone")
     assert pathlib.Path("/dev/null").is_char_device()
+
+
+def test_what_is_written_to_a_workdir_is_there_afterwards(tmp_path):
+    (tmp_path / "results.json").symlink_to("/dev/zero")
+    atomic_files.write_output(tmp_path / "results.json", "gone")  # Control.
+    assert (tmp_path / "results.json").is_symlink()
+    workdirs.write_json(tmp_path, "results.json", {"step": 1})
+    assert json.loads((tmp_path / "results.json").read_text()) == {"step": 1}
+    os.mkfifo(tmp_path / "version.json")
+    with pytest.raises(errors.UsageError, match=r"version\.json is not a regular file"):
+        workdirs.write_json(tmp_path, "version.json", {})
 
 
 @pytest.mark.parametrize("place", ["folder", "file/x", "/proc/nothing/x", "gs://b/x", "y" * 300])
@@ -585,6 +597,20 @@ def test_a_device_is_no_corpus(tmp_path):
     place = dict(data_dir=str(tmp_path), path="/dev/null")
     with pytest.raises(errors.UsageError, match=r"/dev/null cannot be read \(it is not a file"):
         corpora.load_corpus("text", **place)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "metadata.json"])
+def test_a_device_in_a_prepared_corpus_is_named(tmp_path, name):
+    (tmp_path / "book.txt").write_text("some words\n" * 50)
+    load = functools.partial(
+        corpora.load_corpus, "text", data_dir=str(tmp_path), path=str(tmp_path / "book.txt")
+    )
+    load()  # Control.
+    (file,) = tmp_path.glob(f"text/*/1.0.0/{name}")
+    file.unlink()
+    os.mkfifo(file)  # Of /dev/zero the memory would be filled.
+    found = test_files.in_time(load)
+    assert isinstance(found, errors.UsageError) and f"{name}, part of the prepared" in str(found)
 
 
 @pytest.mark.parametrize("name", ["config.json", "vocabulary.json", "results.json"])
@@ -671,7 +697,7 @@ def test_a_pipe_in_place_of_metrics_does_not_hang(tmp_path, name, caplog):
         assert (tmp_path / "speed.jsonl.damaged").is_fifo() and "speed.jsonl" in caplog.text
 
 
-@pytest.mark.parametrize("check", [atomic_files.check_output, atomic_files.replace_text])
+@pytest.mark.parametrize("check", [atomic_files.check_output, atomic_files.write_output])
 def test_a_pipe_that_nobody_reads_is_no_output(tmp_path, check):
     os.mkfifo(tmp_path / "pipe")
     assert isinstance(test_files.in_time(check, tmp_path / "pipe", "--json"), Exception)

@@ -35,7 +35,7 @@ def replace_section(report: pathlib.Path, name: str, content: str) -> None:
             text = pattern.sub(lambda _: section, text)
         else:
             text += f"{section}\n"
-        atomic_files.replace_text(report, text)
+        atomic_files.write_output(report, text)
 
 
 def align_table(table: str) -> str:

@@ -50,7 +50,7 @@ class Page:
             place = pathlib.Path(name)
             if not place.parent.is_dir():
                 raise errors.UsageError(f"{place.parent} is not a folder; create it first")
-            atomic_files.replace_text(place, self.html)
+            atomic_files.write_output(place, self.html)
         return pathlib.Path(path)
 
 

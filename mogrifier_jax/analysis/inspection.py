@@ -89,7 +89,7 @@ def inspect(
         if document:
             documents.replace_section(pathlib.Path(document), f"inspect {kind}", f"{table}\n")
     if json_path:
-        atomic_files.replace_text(json_path, json.dumps(_finite(merged), indent=1) + "\n")
+        atomic_files.write_output(json_path, json.dumps(_finite(merged), indent=1) + "\n")
     return merged
 
 

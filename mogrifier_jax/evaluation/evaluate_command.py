@@ -53,7 +53,7 @@ def evaluate_workdirs(
         if jax.process_index() == 0:
             print(markdown)
             if options.output:
-                atomic_files.replace_text(pathlib.Path(options.output), markdown)
+                atomic_files.write_output(pathlib.Path(options.output), markdown)
     return evaluations
 
 

@@ -71,7 +71,7 @@ def save_file(loaded: loaded_run.LoadedRun, path: str | os.PathLike) -> None:
         "info": json.dumps({k: v for k, v in loaded.info.items() if k != "workdir"}),
     }
     metadata["digest"] = digest_file(arrays, metadata)
-    with buckets.output(path) as place, atomic_files.replacing(place) as file:
+    with buckets.output(path) as place, atomic_files.writing_output(place) as file:
         file.write(safetensors.numpy.save(arrays, metadata))
 
 

@@ -124,4 +124,4 @@ def write_json(path: str, ranked: list[estimates.Estimate]) -> None:
         "versions": {name: importlib.metadata.version(name) for name in names if name in installed},
         "reports": [each.to_dict() for each in ranked],
     }
-    atomic_files.replace_text(path, json.dumps(content, indent=1) + "\n")
+    atomic_files.write_output(path, json.dumps(content, indent=1) + "\n")

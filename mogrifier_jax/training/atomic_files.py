@@ -1,7 +1,7 @@
 """How small files are written: whole or not at all, by one process at a time.
 
-`replacing` writes every small file of the package, and `locked` excludes other writers. `files.py`
-reads files back.
+`replacing` writes every small file of the package, `writing_output` what people name themselves.
+`locked` excludes other writers. `files.py` reads files back.
 """
 
 import contextlib
@@ -29,19 +29,37 @@ def replace_text(path: str | os.PathLike, text: str) -> None:
         file.write(text.encode())
 
 
+def write_output(path: str | os.PathLike, text: str) -> None:
+    """As `replace_text`, for a path that somebody has named; see `writing_output`."""
+    with writing_output(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def writing_output(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """As `replacing`, but a device such as /dev/stdout is written to directly.
+
+    A file of a workdir is never a device: what is written there must be there afterwards.
+    """
+    there = pathlib.Path(path)
+    if there.exists() and not there.is_file():
+        with files.open_to_write(there) as file:
+            yield file
+        return
+    with replacing(path) as file:
+        yield file
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
     """Opens a temporary file that replaces `path` when the block has succeeded.
 
-    It has a random name, and is synced to the disk before it is renamed. A device such as
-    /dev/stdout is written to directly.
+    It has a random name, and is synced to the disk before it is renamed.
     """
     refuse_address(path, "path")
     path = pathlib.Path(path)
-    if path.exists() and not path.is_file():
-        with files.open_to_write(path) as file:
-            yield file
-        return
+    if path.exists() and not path.is_file() and not path.is_symlink():
+        raise errors.UsageError(f"{path} is not a regular file, and is not replaced; move it away")
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(path)
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import io
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 from etils import epath
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.data import corpora
 from mogrifier_jax.data.datasets import sources
 
@@ -43,9 +44,25 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     HOMEPAGE: str | None = None
     CITATION: str | None = None
 
-    def __init__(self, *, file_format: str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        file_format: str | None = None,
+        data_dir: str | os.PathLike,
+        config: Any = None,
+        **kwargs: Any,
+    ):
+        variant = getattr(config, "name", config) or ""
+        folder = pathlib.Path(data_dir, self.name, variant, str(self.VERSION))
+        if found := files.find_irregular(folder):  # tfds would read a device without end.
+            raise errors.UsageError(
+                f"{found}, part of the prepared data of this corpus, is not a regular file; delete "
+                f"{folder} and start again"
+            )
         # Writing the default format of tfds needs TensorFlow.
-        super().__init__(file_format=file_format or "array_record", **kwargs)
+        super().__init__(
+            file_format=file_format or "array_record", data_dir=data_dir, config=config, **kwargs
+        )
 
     @classmethod
     def configure(cls) -> Any:
