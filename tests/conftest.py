@@ -33,11 +33,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Files that take long begin first, so that no core is idle at the end.
 LONGEST = (
-    *("test_distributed", "test_train", "test_rnn", "test_worker", "test_notebooks"),
-    *("test_recurrence", "test_golden_run", "test_nnx", "test_hostile", "test_api"),
-    *("test_estimates", "test_dyneval", "test_models", "test_runs"),
-    *("test_steps", "test_examples", "test_sweeps", "test_scoring", "test_montecarlo"),
-    *("test_readme", "test_explore", "test_checkpoints", "test_datasets", "test_old_workdir"),
+    *("test_distributed", "test_worker", "test_train", "test_flax_users", "test_rnn"),
+    *("test_recurrence", "test_runs_in_buckets", "test_circling_back", "test_buckets"),
+    *("test_golden_run", "test_notebooks", "test_examples", "test_steps", "test_hostile"),
+    *("test_nonsense", "test_estimates", "test_sweeps", "test_readme", "test_checkpoints"),
+    *("test_flax_model", "test_api", "test_main", "test_runs", "test_nnx", "test_partitioning"),
+    *("test_metrics", "test_site", "test_packaging", "test_dyneval", "test_models"),
 )
 
 

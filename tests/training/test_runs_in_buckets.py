@@ -75,10 +75,10 @@ def test_a_killed_run_in_a_bucket_writes_what_one_on_a_disk_writes(store, tmp_pa
     code, said = finish(*FLAGS, f"--workdir={disk}", environment=store.variables)
     assert code == 0, said
     in_bucket = [*FLAGS, "--workdir=gs://runs/x"]
-    kills = int(os.environ.get("MOGRIFIER_TEST_KILLS", "4"))
+    kills = int(os.environ.get("MOGRIFIER_TEST_KILLS", "2"))
     for number in range(kills):
         process = start(*in_bucket, environment=store.variables)
-        store.victim, store.left = process, 6 + 7 * number
+        store.victim, store.left = process, 6 + 14 * number
         said, _ = process.communicate(timeout=600)
         if process.returncode == 0:
             break
