@@ -599,18 +599,39 @@ def test_a_device_is_no_corpus(tmp_path):
         corpora.load_corpus("text", **place)
 
 
-@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "metadata.json"])
-def test_a_device_in_a_prepared_corpus_is_named(tmp_path, name):
+PREPARED = ("dataset_info.json", "features.json", "metadata.json")
+
+
+@pytest.fixture
+def load_book(tmp_path):
+    """Loads a small text from its prepared form, which is below tmp_path."""
     (tmp_path / "book.txt").write_text("some words\n" * 50)
     load = functools.partial(
         corpora.load_corpus, "text", data_dir=str(tmp_path), path=str(tmp_path / "book.txt")
     )
-    load()  # Control.
+    load()
+    return load
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_device_in_a_prepared_corpus_is_named(tmp_path, load_book, name):
     (file,) = tmp_path.glob(f"text/*/1.0.0/{name}")
     file.unlink()
     os.mkfifo(file)  # Of /dev/zero the memory would be filled.
-    found = test_files.in_time(load)
+    found = test_files.in_time(load_book)
     assert isinstance(found, errors.UsageError) and f"{name}, part of the prepared" in str(found)
+
+
+@pytest.mark.parametrize("name", ["dataset_info.json", "metadata.json"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "5", "{}{}", '{"sha256": 5}', '{"sha256": {"train": []}}']
+)
+def test_damaged_metadata_of_a_prepared_corpus_are_named(tmp_path, load_book, name, content):
+    load_book()  # Control.
+    (file,) = tmp_path.glob(f"text/*/1.0.0/{name}")
+    file.write_text(content)
+    with pytest.raises(errors.UsageError, match=r"is damaged( \(.*\))?; delete"):
+        load_book()
 
 
 @pytest.mark.parametrize("name", ["config.json", "vocabulary.json", "results.json"])

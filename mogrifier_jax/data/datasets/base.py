@@ -120,17 +120,9 @@ def prepare(
     make_builder: Callable[[], TextBuilder], source_dir: str | os.PathLike | None = None
 ) -> TextBuilder:
     """The builder with its data prepared; several processes may prepare the same data at once."""
-    try:
-        with _quiet():
-            builder = make_builder()
-    except (errors.UsageError, PermissionError):
-        raise
-    except Exception as error:  # A damaged dataset_info.json raises many kinds of errors.
-        folder = getattr(make_builder, "keywords", {}).get("data_dir", "the cache")
-        raise errors.UsageError(
-            f"the prepared data of this corpus in {folder} is damaged "
-            f"({' '.join(str(error).split())[:200]}); delete its folder there and start again"
-        ) from None
+    folder = getattr(make_builder, "keywords", {}).get("data_dir", "the cache")
+    with _damage_named(folder), _quiet():
+        builder = make_builder()
     if not builder.data_path.exists():
         _remove_leftovers(builder.data_path.parent)
         if not sys.stderr.isatty():
@@ -149,8 +141,9 @@ def prepare(
                     f"this corpus could not be prepared in {builder.data_path} ({reason}); make "
                     f"room there or fix the cause, or set data.data_dir to another folder"
                 ) from error
-    # A builder that is made before another process has finished does not know what it prepared.
-    return builder if builder.info.metadata else make_builder()
+    with _damage_named(folder):
+        # A builder that is made before another process has finished does not know what it prepared.
+        return builder if builder.info.metadata else make_builder()
 
 
 def read(builder: TextBuilder, split: str) -> np.ndarray:
@@ -161,12 +154,26 @@ def read(builder: TextBuilder, split: str) -> np.ndarray:
         text = np.concatenate([record["text"] for record in records])
         if hashlib.sha256(text.data).hexdigest() == builder.info.metadata["sha256"][split]:
             return text
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError):
-        pass  # Damaged records raise many kinds of errors.
+    except Exception:
+        pass  # Damaged records and metadata raise many kinds of errors.
     raise errors.UsageError(
         f"the prepared {split} text in {builder.data_path} is damaged; delete that folder and "
         "start again"
     )
+
+
+@contextlib.contextmanager
+def _damage_named(folder: Any) -> Iterator[None]:
+    """Makes one sentence of what tfds raises for damaged JSON, which are many kinds of errors."""
+    try:
+        yield
+    except (errors.UsageError, PermissionError):
+        raise
+    except Exception as error:
+        raise errors.UsageError(
+            f"the prepared data of this corpus in {folder} is damaged "
+            f"({' '.join(str(error).split())[:200]}); delete its folder there and start again"
+        ) from None
 
 
 @contextlib.contextmanager
