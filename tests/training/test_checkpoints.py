@@ -519,8 +519,10 @@ def count_objects():
     return len(gc.get_objects())
 
 
-def test_saving_keeps_nothing_in_memory(tmp_path):
+def test_saving_keeps_nothing_in_memory(tmp_path, caplog):
     """A run of thousands of turns saves thousands of times."""
+    for logger in (None, "absl"):
+        caplog.set_level("ERROR", logger=logger)  # Captured records would be kept.
     state = {"x": jnp.arange(6.0)}
     with checkpoints.Checkpoints(tmp_path) as saved:
 
