@@ -21,7 +21,15 @@ from absl import logging
 
 from experiments import pydoc
 from mogrifier_jax import errors, partitioning
-from mogrifier_jax.training import checkpoints, evaluate, metrics, programs, runs, train, workdirs
+from mogrifier_jax.training import (
+    checkpoints,
+    metrics,
+    programs,
+    runs,
+    train,
+    turn_evaluation,
+    workdirs,
+)
 from tests import workdir as written
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -150,14 +158,14 @@ def test_a_finished_run_stays_finished(workdir, unbroken):
 
 BROKEN = """
 from mogrifier_jax import main
-from mogrifier_jax.training import evaluate, steps
+from mogrifier_jax.training import steps, turn_evaluation
 
 def fail(*args, **options):
     raise ZeroDivisionError("inside the train step")
 
 steps.train_step = fail
-scores = evaluate.Scores(1.0, 1.0, 1.0)
-evaluate.TurnEvaluation.__call__ = lambda self, params: scores
+scores = turn_evaluation.Scores(1.0, 1.0, 1.0)
+turn_evaluation.TurnEvaluation.__call__ = lambda self, params: scores
 main.run()
 """
 
@@ -379,9 +387,10 @@ def test_broken_weights_are_not_saved(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
-    scores = evaluate.Scores(train_nats=1.0, valid_nats=math.inf, temperature=1.0)
-    monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", lambda self, params: scores)
-    with pytest.raises(errors.Diverged, match="validation cross-entropy of turn 0 is not finite"):
+    scores = turn_evaluation.Scores(train_nats=1.0, valid_nats=math.inf, temperature=1.0)
+    monkeypatch.setattr(turn_evaluation.TurnEvaluation, "__call__", lambda self, params: scores)
+    message = "validation cross-entropy of turn 0 is not finite; .* has no checkpoint yet"
+    with pytest.raises(errors.Diverged, match=message):
         train.train_and_evaluate(make_config(), str(tmp_path))
     assert written.latest_step(tmp_path) is None
 
@@ -391,7 +400,7 @@ def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
     tmp_path, unbroken, monkeypatch, caplog
 ):
     trained, evaluated = [], []
-    evaluate_weights = evaluate.TurnEvaluation.__call__
+    evaluate_weights = turn_evaluation.TurnEvaluation.__call__
 
     def note_trained(state):
         trained.append(jax.device_get(state.params))
@@ -402,7 +411,7 @@ def test_the_average_begins_when_it_should_and_is_what_is_evaluated(
         return evaluate_weights(self, params)
 
     change_steps(monkeypatch, note_trained)
-    monkeypatch.setattr(evaluate.TurnEvaluation, "__call__", note_evaluated)
+    monkeypatch.setattr(turn_evaluation.TurnEvaluation, "__call__", note_evaluated)
     train.train_and_evaluate(make_config({"log_every": 1}), str(tmp_path))
     assert len(trained) == 8 and len(evaluated) == 3
 
