@@ -6,8 +6,8 @@
     rnn = RNN(MogrifierLSTMCell(features=64, rounds=5, rank=16))
     ys, variables = rnn.init_with_output(jax.random.key(0), jnp.ones((2, 10, 32)))
 
-The names below are the public interface. Each is imported when it is first used, so the cells need
-neither the libraries of the corpora nor those of plots and tuning.
+The names below are the public interface. Each is imported when it is first used, so the cells do
+not need the libraries for corpora, plots and tuning.
 """
 
 from etils import epy

@@ -1,9 +1,9 @@
-"""Paths that may lie in a bucket: gs://bucket/name and s3://bucket/name.
+"""Paths in object stores, gs://bucket/name and s3://bucket/name, used through local copies.
 
 An object store has no append, no rename and no lock, and each request takes a tenth of a second.
-So a folder in a bucket is used through a mirror on the local disk: `mounted` copies what is there,
-everybody else reads and writes plain files, and a thread copies what has changed to the bucket
-while the run goes on. A path that is not in a bucket is handed through unchanged.
+So a folder in a bucket is used through a mirror on the local disk: `mounted` copies the folder from
+the bucket, the rest of the package reads and writes plain files, and a thread copies what has
+changed to the bucket while the run continues. A path that is not in a bucket is returned unchanged.
 
 What the bucket holds after a kill at any moment is what a disk might hold after one:
 
@@ -75,9 +75,9 @@ def is_mirror(path: str | os.PathLike) -> bool:
 
 
 def show(text: str) -> str:
-    """A text for people, with the addresses of mirrors instead of their folders.
+    """A text with the addresses of mirrors instead of their folders.
 
-    Also with those of the process that started this one.
+    The mirrors may be this process's, or belong to the process that started this one.
     """
     for folder, url in _addresses().items():
         text = text.replace(folder, url)
@@ -102,7 +102,7 @@ def mounted(path: str, *, exclusive: bool = False) -> Iterator[str]:
 
 @contextlib.contextmanager
 def output(path: Any) -> Iterator[Any]:
-    """A file to write: the one of this name, or one that is copied to a bucket in the end."""
+    """A file to write: the one of this name, or one that is copied to the bucket at the end."""
     if not is_bucket(path):
         yield path
         return
@@ -111,7 +111,7 @@ def output(path: Any) -> Iterator[Any]:
         raise errors.UsageError(f"{path} names no file; give one, as {str(path).rstrip('/')}/file")
     with _written_back(folder) as mirror:
         mirror.folder.mkdir()
-        mirror.fetch([name])  # A report is renewed, not begun anew.
+        mirror.fetch([name])  # An existing report is updated.
         yield str(mirror.folder / name)
 
 
@@ -144,7 +144,7 @@ def copied(path: Any) -> Iterator[Any]:
 
 
 def local_copy(path: Any) -> Any:
-    """As `copied`, with one copy that is there until the process ends."""
+    """As `copied`, but the copy is kept until the process ends."""
     if not is_bucket(path):
         return path
     for mirror in _mirrors.values():
@@ -224,7 +224,7 @@ class Mirror:
             gone = {_group(name) for name in self.fetch(names)} - {None}
             if not gone:
                 break
-            # A run that goes on has replaced these checkpoints by others since they were listed.
+            # The run has replaced these checkpoints by others since they were listed.
             shutil.rmtree(self.folder, ignore_errors=True)
             self._pushed.clear()
         else:
@@ -324,7 +324,7 @@ class Mirror:
                 return
             except errors.UsageError as error:
                 if str(error) != said:
-                    logging.warning("%s; the run goes on, and this is tried again", error)
+                    logging.warning("%s; the run continues, and this is tried again", error)
                 said = str(error)
 
     def _scan(self) -> dict[str, Signature]:
@@ -340,7 +340,7 @@ class Mirror:
         return found
 
     def _push_once(self) -> bool:
-        """One pass; False if a checkpoint was removed meanwhile, so that another is due."""
+        """One pass; False if a checkpoint was removed during it, so that another pass is due."""
         found = self._scan()
         changed = [name for name in found if self._pushed.get(name) != found[name]]
         gone = [name for name in self._pushed if name not in found]
@@ -348,7 +348,7 @@ class Mirror:
         groups = {group for name in changed if (group := _group(name))}
         for group in sorted(groups, key=_step_of):
             names = [name for name in changed if name.startswith(group)]
-            # One that is replaced by another of the same step does not count meanwhile.
+            # A checkpoint that is being replaced by another of the same step does not count.
             self._delete([name for name in [group + _MARK] if name in self._pushed])
             mark = [group + _MARK] if group + _MARK in found else []
             if not self._write([name for name in names if name not in mark], found):

@@ -1,4 +1,4 @@
-"""The flags of each mode: their definitions, the help, and the refusal of what a mode lacks.
+"""The flags of each mode: their definitions, the help, and the refusal of a mode's unknown flags.
 
 `main.py` reads the values. No other module defines or reads flags, so everything else can be called
 from a test or a notebook.
@@ -68,7 +68,8 @@ MODES = {
         "--config=pydoc:tiny",
     ),
 }
-TUNED_DYNEVAL = "tune --study=dyneval"  # A mode of its own, because the run has its config.
+# These two have other flags than their modes, so they are listed like modes.
+TUNED_DYNEVAL = "tune --study=dyneval"
 ENSEMBLE = "evaluate --eval.ensemble"
 WITH_CONFIG = ("train", "preflight", "sweep", "tune", "config")
 WITH_WORKDIR = (*(m for m in MODES if m not in ("preflight", "config")), TUNED_DYNEVAL)
@@ -144,7 +145,7 @@ LOGGING = (
     *("verbosity", "v", "logger_levels", "log_dir", "logtostderr", "alsologtostderr"),
     *("stderrthreshold", "showprefixforinfo"),
 )
-# What people mean by a flag that their mode does not have, if it has another name there.
+# What people probably mean by a flag that their mode has under another name.
 MEANT = {
     ("evaluate", "prompt"): "eval.text",
     ("evaluate", "num_samples"): "eval.samples",
@@ -255,7 +256,7 @@ def check_arguments(given: Sequence[tuple[str, str]]) -> None:
             raise errors.UsageError(
                 f"--{name} has no effect, because all log lines go to stderr; leave it out"
             )
-        if name == "undefok":  # Of absl, which would ignore the flags that it names.
+        if name == "undefok":  # A flag of absl, which ignores the flags that it names.
             raise errors.UsageError(
                 f"--undefok={value} would let unknown flags be ignored; leave out both"
             )
@@ -263,7 +264,7 @@ def check_arguments(given: Sequence[tuple[str, str]]) -> None:
         _check_methods(values)
     if values.get("eval.text") and "eval.splits" in values:
         raise errors.UsageError(
-            "--eval.splits is of the corpus, and --eval.text scores a file; give one of them"
+            "--eval.splits scores the corpus, and --eval.text scores a file; give one of them"
         )
 
 

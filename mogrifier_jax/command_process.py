@@ -1,6 +1,6 @@
 """A command as a process: its standard streams, the process that started it, and its exit code.
 
-Nothing slow is imported here, because this comes first.
+Nothing slow is imported here, because `main.py` needs this module before everything else.
 """
 
 import contextlib
@@ -19,14 +19,15 @@ def prepare_streams() -> None:
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:  # Closed: the next file to be opened would receive what is printed.
+        except OSError:  # It is closed, so the next file to be opened would get what is printed.
             os.open(os.devnull, os.O_RDWR)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", closefd=False))
         if hasattr(stream := getattr(sys, name), "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # For what ASCII or Latin-1 lack.
-    if "MPLBACKEND" in os.environ:  # Figures are written to files, and this backend may not exist.
+            # Characters that the encoding lacks, such as ASCII, are escaped.
+            stream.reconfigure(errors="backslashreplace")
+    if "MPLBACKEND" in os.environ:  # It may name a backend that is not installed.
         os.environ["MPLBACKEND"] = "agg"
 
 
@@ -50,12 +51,12 @@ def end_with_parent() -> None:
 
 
 def end(message: str, code: int) -> NoReturn:
-    """Exits with this code, after showing the message if that is possible."""
+    """Prints the message to stderr, if that is possible, and exits with this code."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # Discarded, because Python would otherwise exit with another code.
+        except OSError:  # Without a working stream, Python would exit with another code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)

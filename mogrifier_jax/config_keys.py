@@ -11,7 +11,7 @@ from typing import Any
 
 from mogrifier_jax.options import COUNT, SEED, Option
 
-# Turns: negative or absent is never.
+# A number of turns; negative or absent means never.
 _TURN = Option(int, low=-1, high=10**9)
 # A probability of dropping, or a decay.
 _RATE = Option(float, 0.0, low=0.0, below=1.0)
@@ -36,13 +36,13 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "window": Option(
             int, low=1, high=10**6, required=True, meaning="time steps of backpropagation"
         ),
-        "episodic": Option(bool, False, meaning="every line is a sequence of its own"),
+        "episodic": Option(bool, False, meaning="every line is an independent sequence"),
         "drop_state_probability": _means(
             _RATE, "probability per stripe and window of starting from a zero state"
         ),
         "source_dir": Option(str, meaning="folder of corpus files that were fetched already"),
         "data_dir": Option(str, meaning="folder of the prepared corpus"),
-        # The rest belongs to some corpora; None is their own default.
+        # The rest are options of some corpora; None means the default of the corpus.
         "language": Option(str, meaning="mwc: en or fi"),
         "path": Option(str, meaning="text: one file, cut by `fractions`"),
         "fractions": Option(
@@ -56,7 +56,7 @@ SECTIONS: dict[str, dict[str, Option]] = {
         "text_size": Option(
             str,
             choices=("100KB", "1MB", "10MB", "100MB"),
-            meaning="text.py: the row of its settings; that of the size of the files unless set",
+            meaning="text.py: the row of its settings; by the size of the files unless set",
         ),
         "length": Option(int, low=1, high=10**5, meaning="reverse_copy: tokens of a sequence"),
         "vocab_size": Option(int, low=1, high=10**7, meaning="reverse_copy: number of words"),

@@ -1,8 +1,9 @@
-"""Configs: made of the keys of `config_keys.py` by experiment files, checked and compared.
+"""Configs and the experiment files that make them: loading, defaults, checks, comparisons.
 
-An experiment file states only what is particular to it, and `base` adds the defaults. A key that a
-config lacks has its default, so the workdirs of earlier versions can be read. An experiment file is
-given by its path, or by its name if it is one of those that come with the package.
+An experiment file states only what is particular to it, and `base` adds the defaults of all other
+keys (`config_keys.py`). A key that a saved config lacks gets its default, too, so the workdirs of
+earlier versions can be read. An experiment file is given by its path, or by its name if it comes
+with the package.
 """
 
 import difflib
@@ -105,7 +106,7 @@ def check(config: config_dict.ConfigDict) -> None:
 def differences(
     saved: Mapping[str, Any], requested: Mapping[str, Any], ignore: Collection[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """(name, saved, requested) of each key that differs, without those (or sections) to ignore."""
+    """(name, saved, requested) of each key that differs; `ignore` has keys and sections."""
     old, new = flatten(saved), flatten(requested)
     return [
         (name, old.get(name, "absent"), new.get(name, "absent"))
@@ -123,8 +124,8 @@ class Row(NamedTuple):
     """One variant of a set."""
 
     variant: str
-    label: str  # Of the row, or of the curve that the row is a point of.
-    x: float | str | None = None  # Its place in the figure, if that has an axis.
+    label: str  # The label of the row, or of the curve of which the row is a point.
+    x: float | str | None = None  # Where it is on the x axis of the figure, if there is one.
     paper: float | None = None  # Validation nats in the paper.
 
 
@@ -134,7 +135,7 @@ class Set(NamedTuple):
     title: str
     rows: Sequence[Row]
     x_label: str | None = None
-    unit: str | None = None  # "nats", or that of the task unless set.
+    unit: str | None = None  # "nats"; the unit of the task unless set.
 
 
 MODELS = Set("LSTM and Mogrifier", [Row("lstm", "LSTM"), Row("mogrifier", "Mogrifier")])
@@ -211,7 +212,7 @@ def find_file(name: str | os.PathLike) -> pathlib.Path:
     raise errors.UsageError(f"{name} is not a file, and not the name of an experiment; {hint}")
 
 
-# The modules of experiment files by path, time and size, because each is executed only once.
+# The modules of experiment files by path, time and size, so that each is executed only once.
 _modules: dict[tuple[str, int, int], ModuleType] = {}
 
 

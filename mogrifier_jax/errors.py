@@ -1,7 +1,7 @@
-"""The errors that end a command with a sentence for people.
+"""The errors that end a command with one sentence and an exit code instead of a traceback.
 
-`main.py` prints their messages without a traceback, and exits with their codes. Any other exception
-is a bug and keeps its traceback.
+`main.py` prints their messages and exits with their codes. Any other exception is a bug and keeps
+its traceback.
 """
 
 

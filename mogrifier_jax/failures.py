@@ -1,4 +1,4 @@
-"""Failures of the machine, such as a full disk or a missing library, as errors for people.
+"""Explains failures of the machine, such as a full disk or a missing library.
 
 Each becomes an `errors.UsageError` with a remedy. Any other exception is a bug, and keeps its
 traceback.
@@ -24,7 +24,7 @@ REMEDIES = {
     errno.EIO: "the disk may be failing; copy what is there, and continue elsewhere",
 }
 _OTHER_REMEDY = "check that it exists and that you may use it, then try again"
-# How JAX's messages about devices begin, and what people read instead.
+# How JAX's messages about devices begin, and what is shown instead.
 DEVICES = {
     "RESOURCE_EXHAUSTED": "the devices do not have enough memory ({}); lower the window, the batch "
     "size or what runs in parallel, or use more devices",
@@ -34,7 +34,7 @@ DEVICES = {
 
 @contextlib.contextmanager
 def explained(mode: str = "train") -> Iterator[None]:
-    """Turns failures of the machine into a `UsageError`; `mode` is what needs a library."""
+    """Turns failures of the machine into a `UsageError`, which names the mode."""
     try:
         yield
     except ModuleNotFoundError as error:

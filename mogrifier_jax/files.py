@@ -1,4 +1,4 @@
-"""Reading files back: only regular files, and each checked against a schema.
+"""Reads files and checks their content against a schema; only regular files are opened.
 
 Whatever is wrong with a file becomes one sentence with its name, the mismatch and the remedy. Only
 regular files are read, because opening a FIFO blocks until it has a writer, and a device such as
@@ -213,12 +213,12 @@ def _wrong(name: str, value: object, expected: str) -> str:
 
 def _make_object(pairs: list[tuple[str, Any]]) -> JsonObject:
     """An object of JSON. Of a key that is there twice, Python would take the last value."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r:.40} is there twice")
-    return found
+    return value
 
 
 def _is_deep(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """The cores and accelerators of this machine, and how several processes share them.
 
-Processes that run in parallel must not use the same devices: programs that each use all cores wait
-for each other, so that two at once are slower than one after the other, and only one process can
-open a TPU chip.
+Processes that run in parallel must not use the same devices. Only one process can open a TPU chip,
+and programs that each use all cores wait for each other, so that two of them side by side take
+longer than one after the other.
 """
 
 import contextlib

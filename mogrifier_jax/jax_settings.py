@@ -1,7 +1,7 @@
-"""Settings of JAX and XLA that are made before they start.
+"""Settings of JAX and XLA that must be made before they start.
 
-They keep compiled programs on disk, refuse flags that XLA cannot read, and make the numbers of a
-run independent of the environment.
+They make the numbers of a run independent of environment variables, keep compiled programs on disk,
+and refuse XLA_FLAGS that XLA cannot read.
 """
 
 import os
@@ -25,7 +25,7 @@ NUMBERS = {
 
 
 def fix_numbers() -> None:
-    """Sets what JAX draws and computes with, whatever the environment says."""
+    """Sets the options that random numbers and dtypes depend on, whatever the environment says."""
     for name, value in NUMBERS.items():
         if getattr(jax.config, name) != value:
             logging.warning(

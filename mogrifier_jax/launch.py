@@ -117,7 +117,7 @@ class Launcher:
 
 
 def combine(codes: Sequence[int]) -> int:
-    """One exit code for all: that of a mistake, or RESTART if any process failed, or 0."""
+    """One exit code for all: the code of a mistake, or RESTART if any process failed, or 0."""
     for code in codes:
         if code > 0 and code != RESTART and code < 128:
             return code

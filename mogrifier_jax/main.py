@@ -32,19 +32,20 @@ FLAGS = flags.FLAGS
 
 
 def run() -> None:
-    """The command: prepares the process, parses the flags, runs the mode, and exits."""
+    """Prepares the process, parses the flags, runs the mode, and exits with its code."""
     command_process.prepare_streams()
-    # Libraries may swallow exceptions while they are imported, so that SIGTERM is noted until then.
+    # Libraries may swallow an exception that is raised while they are imported, so until they are
+    # imported SIGTERM is only noted.
     requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: requests.append(number))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Without a traceback.
     try:
         from mogrifier_jax.training import signals
-    except ValueError as error:  # JAX reads the environment as it is imported.
+    except ValueError as error:  # JAX reads its environment variables when it is imported.
         command_process.end(f"UsageError: JAX cannot start: {error}; correct the variable", 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signals.interrupt)
-    ignored, sys.unraisablehook = sys.unraisablehook, signals.deliver_again
+    previous_hook, sys.unraisablehook = sys.unraisablehook, signals.deliver_again
     try:
         if requests:
             signals.interrupt()
@@ -64,14 +65,15 @@ def run() -> None:
         command_process.end(message, 128 + signal.SIGINT)
     finally:
         signals.interrupted.clear()
-        if sys.unraisablehook is signals.deliver_again:  # Not a filter that must stay.
-            sys.unraisablehook = ignored
-        # The exit of Python takes a while, and a signal then would change the exit code.
+        # Orbax's filter (`orbax_storage.py`) must stay, if it has replaced the hook.
+        if sys.unraisablehook is signals.deliver_again:
+            sys.unraisablehook = previous_hook
+        # Python takes a while to exit, and a signal during that time would change the exit code.
         atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
 
 def _run_mode(argv: Sequence[str]) -> None:
-    """Runs `main`, and flushes what was printed, which may fail on a full disk."""
+    """Runs `main`, and flushes stdout here, where a full disk is explained."""
     main(argv)
     sys.stdout.flush()
 
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
     if not compiles_only:
         cluster = distributed.find_cluster(FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id)
     if FLAGS.cpu_devices is not None or (cluster is None and not compiles_only):
-        # Processes of one run may share a host, so each has one device unless told otherwise.
+        # Processes of one run may share a host, so each has one CPU device by default.
         hardware.use_cores(FLAGS.cpu_devices)
     with distributed.session(cluster, peer_timeout=FLAGS.peer_timeout):
         logs.setup_logging()
@@ -148,8 +150,9 @@ def sample() -> None:
 
     values: dict[str, Any] = {name: FLAGS[name].value for name in text_sampling.Sampling._fields}
     sampling = text_sampling.Sampling(**values)
-    first = jax.process_index() == 0  # All processes draw the same, and one prints it.
-    with contextlib.nullcontext() if first else contextlib.redirect_stdout(None):
+    # All processes draw the same text, and process 0 prints it.
+    prints = jax.process_index() == 0
+    with contextlib.nullcontext() if prints else contextlib.redirect_stdout(None):
         sample_command.print_samples(FLAGS.workdir or "", sampling, FLAGS.prompt)
 
 
@@ -193,7 +196,9 @@ def inspect() -> None:
     from mogrifier_jax.analysis import inspection
 
     if not all(split_workdirs()):
-        raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
+        raise errors.UsageError(
+            "--workdir is missing; give the workdir of a run, or several: a,b,c"
+        )
     inspection.inspect(split_workdirs(), document=FLAGS.report, json_path=FLAGS.json)
 
 
@@ -256,32 +261,37 @@ def show_config() -> None:
 
 @contextlib.contextmanager
 def local_paths() -> Iterator[None]:
-    """Lets flags that name buckets name local copies meanwhile, whose changes are copied back."""
-    given: dict[str, Any] = {name: FLAGS[name] for name in ("workdir", "json", "output", "report")}
-    named = {name: flag.value for name, flag in given.items()}
-    written = FLAGS.eval.output
-    # Workers on several machines tune in one workdir, but not with a database inside it.
+    """Replaces addresses of buckets in flags by local copies, whose changes are copied back.
+
+    The flags have their own values again when the block ends.
+    """
+    path_flags: dict[str, Any] = {
+        name: FLAGS[name] for name in ("workdir", "json", "output", "report")
+    }
+    given = {name: flag.value for name, flag in path_flags.items()}
+    given_eval_output = FLAGS.eval.output
+    # Workers on several machines may tune in one workdir, unless the database is inside it.
     exclusive = FLAGS.mode in ("train", "sweep") or (FLAGS.mode == "tune" and not FLAGS.storage)
     with contextlib.ExitStack() as stack:
-        if "://" in (named["workdir"] or ""):
-            places = [
-                stack.enter_context(buckets.mounted(place, exclusive=exclusive))
-                for place in split_workdirs()
+        if "://" in (given["workdir"] or ""):
+            copies = [
+                stack.enter_context(buckets.mounted(workdir, exclusive=exclusive))
+                for workdir in split_workdirs()
             ]
-            given["workdir"].value = ",".join(places)
+            path_flags["workdir"].value = ",".join(copies)
         for name in ("json", "output", "report"):
-            given[name].value = stack.enter_context(buckets.output(named[name]))
-        FLAGS.eval.output = stack.enter_context(buckets.output(written))
+            path_flags[name].value = stack.enter_context(buckets.output(given[name]))
+        FLAGS.eval.output = stack.enter_context(buckets.output(given_eval_output))
         try:
             yield
         finally:
-            for name, value in named.items():
-                given[name].value = value
-            FLAGS.eval.output = written
+            for name, value in given.items():
+                path_flags[name].value = value
+            FLAGS.eval.output = given_eval_output
 
 
 def check_outputs() -> None:
-    """Refuses places for results that cannot be written to, before the results are computed."""
+    """Refuses paths that results cannot be written to, before the results are computed."""
     from mogrifier_jax.training import atomic_files
 
     for name in ("json", "output", "report"):
@@ -319,10 +329,10 @@ def split_workdirs() -> list[str]:
 
 
 def flags_of_worker() -> list[str]:
-    """The flags of this command for each of the workers that it starts."""
+    """The flags of this command, as each of the workers that it starts gets them."""
     arguments = FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
     given = dict(command_line.split_arguments(arguments))
-    if "workdir" in given:  # Which may be the copy of a bucket, for all workers of this machine.
+    if "workdir" in given:  # If it is in a bucket, all workers of this machine share one copy.
         given["workdir"] = FLAGS.workdir
     return [f"--{name}={value}" for name, value in given.items() if name != "parallel"]
 

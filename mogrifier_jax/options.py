@@ -1,9 +1,9 @@
 """Option: the type, default, limits and meaning of a setting, declared in one place.
 
-Every setting of the package is declared as an `Option`: the keys of a config in `config_keys.py`
-(those of models in `nn/model_options.py` and of cells in `nn/layers.py`), `--eval.*` in
-`evaluation/eval_options.py`. Checks, help texts and the flags of the command line are derived from
-these declarations.
+Every setting of the package is declared as an `Option`. The keys of a config are in
+`config_keys.py`, except for the options of models (`nn/model_options.py`) and cells
+(`nn/layers.py`); `--eval.*` is in `evaluation/eval_options.py`. Checks, help texts and the flags of
+the command line are derived from these declarations.
 """
 
 import difflib

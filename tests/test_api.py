@@ -267,7 +267,10 @@ def test_a_loaded_run_tells_what_it_is(model, workdir):
 @pytest.mark.slow
 def test_what_cannot_be_done_is_explained(model, workdir, tmp_path, monkeypatch):
     for call, words in (
-        (lambda: mogrifier_jax.load(tmp_path / "none"), "none does not exist; give that of a trai"),
+        (
+            lambda: mogrifier_jax.load(tmp_path / "none"),
+            "none does not exist; give the workdir of a trai",
+        ),
         (lambda: mogrifier_jax.load(tmp_path), "is not the workdir of a run: it has no config"),
         (lambda: mogrifier_jax.load(workdir, "first"), "checkpoint 'first' is unknown"),
         (lambda: model.score(""), "the text '' has no tokens"),
@@ -280,7 +283,9 @@ def test_what_cannot_be_done_is_explained(model, workdir, tmp_path, monkeypatch)
             call()
         assert words in str(refused.value)
     copying = loading.load_run(workdir)._replace(model=models.EncoderDecoder(5, 4, 4))
-    with pytest.raises(errors.UsageError, match="copies sequences; give that of a language model"):
+    with pytest.raises(
+        errors.UsageError, match="copies sequences; give the workdir of a language model"
+    ):
         mogrifier_jax.TrainedModel(copying)
     alone = mogrifier_jax.load(workdir)
     with alone.config.unlocked():

@@ -74,8 +74,11 @@ def trained(monkeypatch):
         ([TINY, "--config.model.rounds=three"], "--config.model.rounds=three: invalid literal"),
         ([TINY, "--config.model=3"], "--config.model=3: Failed to parse"),
         ([TINY, "--config.model.tied_embeddings=3"], "--config.model.tied_embeddings=3"),
-        (["--mode=evaluate"], "--workdir is missing; give that of a run, or several: a,b,c"),
-        (["--mode=evaluate", "--workdir=none"], "workdir none does not exist; give that of a trai"),
+        (["--mode=evaluate"], "--workdir is missing; give the workdir of a run, or several: a,b,c"),
+        (
+            ["--mode=evaluate", "--workdir=none"],
+            "workdir none does not exist; give the workdir of a trai",
+        ),
         (
             ["--mode=evaluate", "--eval.methodz=mc"],
             "no such key: 'methodz'. Did you mean \"methods",
@@ -85,10 +88,10 @@ def trained(monkeypatch):
             "--eval.samples=many: invalid literal",
         ),
         (["--mode=evaluate", "--workdir=x", "--eval.methods=mcc"], "method 'mcc' is unknown; use"),
-        (["--mode=sample"], "--workdir is missing; give that of a trained run"),
+        (["--mode=sample"], "--workdir is missing; give the workdir of a trained run"),
         (
             ["--mode=sample", "--workdir=none"],
-            "workdir none does not exist; give that of a trained",
+            "workdir none does not exist; give the workdir of a trained",
         ),
         (["--mode=sample", "--workdir=docs"], "docs is not the workdir of a run: it has no config"),
         (["--mode=sample", "--workdir=none", "--length=few"], "flag --length=few: invalid literal"),
@@ -108,7 +111,7 @@ def trained(monkeypatch):
         (["--mode=sweep", ABLATION, "--workdir=x", "--set=rownds"], "rownds"),
         (["--mode=inspect"], "--workdir is missing"),
         (["--mode=inspect", "--workdir=none"], "none does not exist"),
-        (["--mode=explore"], "--workdir is missing; give that of a run, or two: a,b"),
+        (["--mode=explore"], "--workdir is missing; give the workdir of a run, or two: a,b"),
         (["--mode=explore", "--workdir=none"], "none does not exist"),
         (
             ["--mode=explore", "--workdir=none", "--text=a", "--prompt=b"],
