@@ -1,7 +1,7 @@
 """Lines of a text as independent examples: batches are pure functions of an index.
 
 Letters: B lines (the batch), T window, N lines of the split. No state is carried from one batch to
-the next. In training the lines of each epoch have an order of their own (`permutations.py`); in
+the next. In training the lines are shuffled anew in each epoch (`permutations.py`), and in
 evaluation they come in the order of the text.
 """
 

@@ -19,7 +19,7 @@ def shuffled_examples(
 ) -> jax.Array:
     """The examples [B] of the batch at this index, which may span epochs.
 
-    Every epoch has each of the N examples once, in an order of its own.
+    Every epoch has each of the N examples once, in an order that differs from epoch to epoch.
     """
     epoch, offset = index_arithmetic.divmod_product(index, batch_size, num_examples)
     steps = offset + jnp.arange(batch_size)

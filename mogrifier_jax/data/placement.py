@@ -1,6 +1,6 @@
-"""Where streams and batches are on the devices of a mesh, whose axis "data" splits the batch.
+"""Puts streams and batches on the devices of a mesh, whose axis "data" splits the batch.
 
-Every device has all token ids of a split. Only what has one entry per stripe is split.
+Every device has all token ids of a split. Only arrays with one entry per stripe are split.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ class ReverseCopy:
     def make_vocabulary(self) -> vocabularies.Vocabulary:
         """The words "0", "1", ... with "|", eos and `<UNK>`.
 
-        Examples use the ids below V, which need not be those of the words with the same number.
+        Examples use the ids below V. The word of an id need not be the number of the id.
         """
         words = [str(i) for i in range(self.vocab_size)]
         return vocabularies.Vocabulary.from_tokens([*words, "|"], "word")

@@ -1,10 +1,12 @@
-"""Stripes of a text that carry state: every window is a pure function of its index.
+"""Cuts a text into stripes, and these into windows, each a pure function of its index.
 
-Letters: B stripes (the batch), T window, N lines, K passes that meet in one window. In training
-each stripe reads the whole text again and again, T tokens per window. In evaluation the stripes
-divide the text, so that every token is read once. The index of a window is the whole position in
-the text, so it is all that a run has to save. `vocabularies.py` makes the ids, and `placement.py`
-puts them on the devices.
+A stripe is a row of the batch. The model carries its state along it from window to window. In
+training each stripe reads the whole text again and again, T tokens per window. In evaluation the
+stripes divide the text, so that every token is read once. The position in the text follows from the
+index of a window, so the index is all that a run has to save. `vocabularies.py` makes the ids, and
+`placement.py` puts them on the devices.
+
+Letters: B stripes (the batch), T window, N lines, K passes that meet in one window.
 """
 
 from typing import NamedTuple
@@ -112,7 +114,7 @@ def keep_state(
     """Which stripes [B] keep their carry before this window; before the first window all do.
 
     Args:
-      probability: that of dropping the carry.
+      probability: the probability of dropping the carry.
     """
     dropped = jax.random.bernoulli(jax.random.fold_in(key, index), probability, (batch_size,))
     return ~dropped | (jnp.asarray(index) == 0)

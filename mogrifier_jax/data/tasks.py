@@ -1,8 +1,8 @@
 """The three tasks: a stream of text, independent lines of a text, and reverse copy.
 
-A task has a vocabulary, gives the batch of every training step, and makes plans by which its splits
-are evaluated. The code that trains and evaluates is the same for all three. `abstract_tasks.py`
-has tasks with shapes instead of data.
+A task has a vocabulary, makes the batch of every training step, and makes the plans by which its
+splits are evaluated. The code that trains and evaluates is the same for all three.
+`abstract_tasks.py` has tasks with shapes instead of data.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def make_task(
       key: draws the bases and the jitter of stripes, and the order of independent lines.
       mesh: the devices; None is a single device.
       text_size: the size of text for which the experiment has chosen its settings, to be shown.
-      prepared_dir: that of `corpora.load_corpus`.
+      prepared_dir: see `corpora.load_corpus`.
     """
     del drop_state_probability  # The train step reads it.
     if name in GENERATED:

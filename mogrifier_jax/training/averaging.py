@@ -154,9 +154,9 @@ def _two_tailed() -> Averaging:
 def _watched_tails(stagnating_evaluations: int) -> Averaging:
     """Two-Tailed Averaging in the version that its author recommends for practice.
 
-    A tail stagnates if its cross-entropy has not improved for this many evaluations. The short tail
-    then begins again, and the long one is replaced by the short one. The raw weights are used if
-    they are better than the long tail. If they always were, both tails begin again.
+    A tail stagnates if its cross-entropy has not improved for this many evaluations. A short tail
+    that stagnates restarts, and a long one is replaced by the short one. The raw weights are used
+    if they are better than the long tail. If they always were, both tails restart.
     """
 
     def fresh():

@@ -91,7 +91,7 @@ class Checkpoints:
         self._bytes = 0  # Of the last state that was saved.
         self._saved_since_release = False
         self._quiet = contextlib.ExitStack()
-        if not read_only:  # Saves go on in the background.
+        if not read_only:  # Saves run in the background.
             self._quiet.enter_context(orbax_storage.quiet_failure())
 
     def __enter__(self) -> "Checkpoints":
@@ -258,7 +258,7 @@ class Checkpoints:
         return "the disk has room; check its quota, its permissions and its health"
 
     def _next_step(self, which: Which, failures: dict[int, str]) -> int | None:
-        """The next step to try; process 0 decides, and lists anew, because a run may be writing."""
+        """The next step to try; process 0 decides, and lists again, as a run may be writing."""
         candidates = self.steps[::-1] if which == "latest" else self._best_steps(failures)
         if which == "best" and not candidates and self.steps and not failures:
             raise errors.UsageError(
@@ -310,7 +310,7 @@ class Checkpoints:
             raise failure or OSError("another process could not read it")
         if self._single:
             content = json.loads(host_arrays.broadcast(json.dumps(content).encode()))
-            arrays = host_arrays.spread(arrays, targets)
+            arrays = host_arrays.distribute(arrays, targets)
         for name, checksum in state_arrays.compute_checksums(arrays).items():
             if checksum != content["leaves"][name]["checksum"]:
                 raise OSError(f"the checksum of {name} is wrong")

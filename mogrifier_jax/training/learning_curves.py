@@ -61,8 +61,8 @@ def read_curves(workdir: pathlib.Path) -> tuple[np.ndarray, list[files.JsonObjec
             records.append(record)
         elif "loss_nats" in record:
             points.extend((record["step"], float(record["loss_nats"])))
-    found = np.array(points).reshape(-1, 2).T
-    return found[:, np.isfinite(found[1])], records
+    pairs = np.array(points).reshape(-1, 2).T
+    return pairs[:, np.isfinite(pairs[1])], records
 
 
 def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:

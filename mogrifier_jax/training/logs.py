@@ -1,4 +1,4 @@
-"""Log lines for people: short, above the progress bar, without the chatter of libraries."""
+"""Log lines: short, above the progress bar, without what libraries log, and copied to run.log."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Whether the memory of this machine can hold a run."""
+"""Refuses a run that does not fit into the memory of this machine."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The files that record the numbers of a run.
+"""The files that record the numbers of a run: `metrics.jsonl`, `speed.jsonl` and TensorBoard's.
 
 `metrics.jsonl` has one JSON object per line, in the order of the run, and only numbers that are
 reproducible: a resumed run writes the same bytes as a run that was never interrupted.
@@ -115,8 +115,8 @@ class MetricWriter:
     def digest_lines(self) -> files.JsonObject | None:
         """Count and digest of the lines so far, for a checkpoint; None on processes other than 0.
 
-        The lines since the last call form a part with a digest of its own, by which the good parts
-        of a damaged file are recognised.
+        The lines since the last call form a part with its own digest, by which the good parts of a
+        damaged file are recognised.
         """
         if self._metrics is None:
             return None

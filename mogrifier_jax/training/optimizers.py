@@ -1,4 +1,4 @@
-"""Optimizers: optax transformations that turn gradients into a direction.
+"""Optimizers: optax transformations that clip gradients and turn them into a direction.
 
 The learning rate and the L2 penalty are traced, so that trials can differ in them and share a
 program. Neither is part of a transformation: `add_l2` comes before it, and `descend` after it.

@@ -1,4 +1,4 @@
-"""Arrays on disk, written and read by Orbax, with what it takes to use Orbax for long runs."""
+"""Arrays on disk, written and read by Orbax, and the workarounds that long runs need."""
 
 import contextlib
 import ctypes

@@ -1,6 +1,6 @@
-"""Commands that run in parallel on this machine, each with its share of the devices.
+"""Runs commands in parallel on this machine, each with its share of the devices (`--parallel`).
 
-This is `--parallel`: one process for each run of a sweep, or for each worker of a study.
+There is one process for each run of a sweep, or for each worker of a study.
 """
 
 import os

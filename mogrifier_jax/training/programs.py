@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from mogrifier_jax import partitioning
-from mogrifier_jax.training import evaluate, runs, steps
+from mogrifier_jax.training import runs, steps, turn_evaluation
 
 
 class Programs:
@@ -48,12 +48,13 @@ def jit_train_steps(run: runs.Run) -> jax.stages.Wrapped:
     )
 
 
-def make_turn_evaluation(run: runs.Run) -> evaluate.TurnEvaluation:
+def make_turn_evaluation(run: runs.Run) -> turn_evaluation.TurnEvaluation:
     """Makes the evaluation that runs before each turn.
 
-    Its batch is as large as that of one gradient accumulation step in training.
+    Its batch has as many rows as training computes at a time, which are one of the groups whose
+    gradients are accumulated.
     """
-    return evaluate.TurnEvaluation(
+    return turn_evaluation.TurnEvaluation(
         run.model,
         run.task,
         run.config.evaluation,

@@ -20,8 +20,9 @@ class Bar:
     The first dispatch of each length compiles a program, so it does not count towards the speed.
 
     Args:
-      total_steps: of the whole run. `first_step` is the step that it starts or resumes from.
-      unit: "ppl" for words, "bpc" for characters.
+      total_steps: the number of steps of the whole run.
+      first_step: the step from which it starts or resumes.
+      unit: the unit of the score that is shown beside the loss, such as "ppl" or "bpc".
       seconds: how often a line is logged where there is no terminal.
     """
 
@@ -60,7 +61,7 @@ class Bar:
 
     @property
     def tokens_per_second(self) -> float:
-        """Smoothed over the last updates, without compilation and what was `paused`."""
+        """The speed over the last updates, smoothed, without compilation and `paused` blocks."""
         return self._rate * self._tokens_per_step
 
     def update(self, step: int, loss_nats: float) -> None:
@@ -80,7 +81,7 @@ class Bar:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time of its block, such as that of an evaluation, from the speed."""
+        """Excludes the time that its block takes, such as an evaluation, from the speed."""
         before = time.perf_counter()
         yield
         self._time += time.perf_counter() - before

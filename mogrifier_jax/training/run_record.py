@@ -19,12 +19,12 @@ from absl import logging
 from mogrifier_jax import errors, files
 from mogrifier_jax.training import (
     checkpoints,
-    evaluate,
     memory,
     metrics,
     runs,
     schedule,
     steps,
+    turn_evaluation,
     units,
     workdirs,
 )
@@ -114,14 +114,14 @@ class RunRecord:
 
     @property
     def hyper(self) -> steps.Hyperparameters:
-        """The hyperparameters of the next steps."""
+        """The hyperparameters of the next steps; the learning rate includes its drops so far."""
         rate = self.run.hyper.learning_rate * self.progress.learning_rate_factor
         return self.run.hyper._replace(learning_rate=rate)
 
     def write_steps(self, step: int, measured: Mapping[str, np.ndarray], seconds: float) -> float:
         """Records the metrics [S] of the steps after `step`; returns the mean loss.
 
-        It is NaN if a metric is not finite and the run may restart from its best state.
+        The result is NaN if a metric is not finite and the run may restart from its best state.
         """
         means: dict[str, Any] = {
             name: float(values.mean(dtype=np.float64)) for name, values in measured.items()
@@ -140,7 +140,9 @@ class RunRecord:
         self.writer.write_speed(step + count, tokens_per_second=speed)
         return loss
 
-    def decide(self, step: int, scores: evaluate.Scores, *, averaged: bool) -> schedule.Decision:
+    def decide(
+        self, step: int, scores: turn_evaluation.Scores, *, averaged: bool
+    ) -> schedule.Decision:
         """Records the evaluation of a turn, and decides what follows from it."""
         self.progress, decision = schedule.decide(self.progress, self.run.rules, scores.valid_nats)
         turn, best = self.progress.turn, decision.improved
@@ -158,7 +160,7 @@ class RunRecord:
         first = self.saved.latest_step is None
         self.saved.save(int(state.step), state, info=info, best=best)
         if first:
-            self.saved.wait()  # To fail before the first step if nothing can be written.
+            self.saved.wait()  # If nothing can be written there, fail before the first step.
 
     def save_now(self, state: steps.TrainState) -> None:
         """Saves the state of a run that is about to stop, unless it is saved already."""
@@ -179,10 +181,10 @@ class RunRecord:
         return best
 
     def restart(self, step: int) -> steps.TrainState:
-        """The best state, to continue from at this step; it is saved for the sake of a resume.
+        """The best state, from which a run that has diverged continues at this step.
 
-        Its carry is reset to zeros, because the carry of the best state belongs to another position
-        in the text.
+        The carry is reset to zeros, because the carry of the best state belongs to another position
+        in the text. The state is saved, so that a run that is killed now resumes from it.
         """
         self.saved.wait()
         best = self.restore_best()
@@ -220,16 +222,17 @@ class RunRecord:
     def diverged(self, what: str) -> errors.Diverged:
         """The error for a number that is not finite."""
         self.saved.wait()
-        good = self.saved.latest_step
-        kept = f"the last good checkpoint is that of step {good}" if good is not None else "none"
+        kept, good = f"{self.workdir} has no checkpoint yet", self.saved.latest_step
+        if good is not None:
+            kept = f"the last good checkpoint in {self.workdir} is that of step {good}"
         rate, clip = (self.run.config.optimizer.get(k) for k in ("learning_rate", "clip_norm"))
         return errors.Diverged(
-            f"{what} is not finite; {kept} in {self.workdir}. Try, in another workdir, a lower "
+            f"{what} is not finite; {kept}. Try, in another workdir, a lower "
             f"optimizer.learning_rate (now {rate:g}), model.layer_norm=True or a lower "
             f"optimizer.clip_norm (now {clip})"
         )
 
-    def describe_turn(self, scores: evaluate.Scores, decision: schedule.Decision) -> str:
+    def describe_turn(self, scores: turn_evaluation.Scores, decision: schedule.Decision) -> str:
         """One line about the turn that was just evaluated."""
         unit = self.run.task.score_unit
         marks = ", best so far" if decision.improved else ""

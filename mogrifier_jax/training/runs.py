@@ -60,12 +60,12 @@ def make_run(
     tuned: Collection[str] = (),
     load_task: Callable[[config_dict.ConfigDict, jax.sharding.Mesh], tasks.Task] | None = None,
 ) -> Run:
-    """Makes the run of a config; refuses what does not fit before anything is computed.
+    """Makes the run of a config; refuses one that cannot work, before anything is computed.
 
     Args:
-      mesh: the mesh of the config unless given.
-      task: loaded unless given; it must be on the mesh.
-      tuned: dropout rates that stay in the program even if they are zero, unlike all others.
+      mesh: by default the mesh that the config describes.
+      task: by default the task that the config describes, which is loaded. It must be on the mesh.
+      tuned: dropout rates that are inputs of the program even if they are zero, unlike all others.
       load_task: called instead of `make_task`, so that trials can share a task.
     """
     config = configs.base(config)
@@ -86,7 +86,7 @@ def make_run(
     average = averaging.make_averaging(
         config.averaging.kind, config.averaging.stagnating_evaluations
     )
-    # A model with a vocabulary of three is refused for the same reasons, before a corpus is read.
+    # Most errors do not depend on the vocabulary, so a tiny one finds them before a corpus is read.
     small = make_model(config, 3)
     jax.eval_shape(small.init, jax.random.key(0), **small.example())
     partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
@@ -112,7 +112,7 @@ def few_rows(mesh: jax.sharding.Mesh, batch_size: int) -> bool:
 def make_mesh(config: config_dict.ConfigDict) -> jax.sharding.Mesh:
     """The mesh of a config.
 
-    If `use_cores` chose the number of devices, it has as many as divide the batch.
+    If `hardware.use_cores` chose the number of devices, it has as many of them as divide the batch.
     """
     mesh = partitioning.make_mesh(**config.mesh)
     if config.mesh.data == -1 and hardware.counted_cores():

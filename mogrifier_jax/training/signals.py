@@ -17,9 +17,10 @@ interrupted = threading.Event()  # Set by `interrupt`, until the command ends.
 
 
 def interrupt(*_: Any) -> NoReturn:
-    """The handler of SIGTERM while nothing is trained; `StopRequests` replaces it in training.
+    """Handles SIGTERM outside of training, where `StopRequests` takes its place.
 
-    A library may swallow the exception, or fail in another way because of it, so it is also noted.
+    A library may swallow the exception, or fail in another way because of it, so the signal is also
+    noted in `interrupted`.
     """
     interrupted.set()
     raise errors.Interrupted("stopped; repeat the command to resume from what is saved")
@@ -29,7 +30,7 @@ def deliver_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """A `sys.unraisablehook`, which sends a signal again whose exception Python had to ignore.
 
     A handler runs between any two instructions, also in a destructor or a callback of the garbage
-    collector. Python prints an exception that is raised there, and goes on.
+    collector. Python prints an exception that is raised there, and then continues.
     """
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         number = signal.SIGINT

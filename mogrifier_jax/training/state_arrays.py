@@ -1,8 +1,8 @@
-"""The leaves of a state as named plain arrays with checksums, as `checkpoints.py` saves them.
+"""The leaves of a state as named plain arrays, in the form of checkpoints, and their checksums.
 
 A name is the path of the leaf, such as `params.layer_0.kernel`, and a typed random key is saved as
 its data. So a checkpoint does not depend on the classes that the state is made of, and parts of it
-can be read alone.
+can be read alone. `checkpoints.py` saves them, and verifies the checksums.
 
 The checksum of an array is computed on its devices and does not depend on its sharding: each
 element is hashed together with its position in the whole array, and the hashes are added up in

@@ -1,10 +1,11 @@
 """TrainState and the pure functions that advance it: one step, and many in one dispatch.
 
-Axes: B stripes, D dropout samples of a stripe, T time, N groups of stripes whose gradients are
-accumulated, S steps.
+A step resets the carry of some stripes, computes gradients, updates the weights, and adds these to
+their average. `optimizers.py` has the update rules, and `averaging.py` the averages.
 
-Numbers that are tuned are traced (`Hyperparameters`), and whatever determines shapes and structure
-is a keyword. `optimizers.py` has the update rules, and `averaging.py` the averages of the weights.
+Axes: B stripes, D dropout samples of a stripe, T time, N groups of stripes whose gradients are
+accumulated, S steps. Numbers that are tuned are traced (`Hyperparameters`); whatever determines
+shapes and structure is static (`Program`).
 """
 
 import dataclasses
@@ -28,9 +29,7 @@ class Hyperparameters(NamedTuple):
 
     learning_rate: float | jax.Array
     l2_penalty: float | jax.Array
-    drop_state_probability: float | jax.Array = (
-        0.0  # Of resetting a stripe's carry before a window.
-    )
+    drop_state_probability: float | jax.Array = 0.0  # That a window starts from a zero carry.
     dropout: models.Dropout = models.Dropout()
 
 
@@ -146,8 +145,8 @@ def sampled_nats(
 ) -> tuple[stack.Carries, jax.Array]:
     """Nats [B, T] of the mean probability over D dropout samples; the carry is [B, D, ...].
 
-    Each stripe is repeated D times in the batch, and each row has masks and a carry of its own.
-    With one sample the carry has no axis D.
+    Each stripe is repeated D times in the batch, and each of these rows has its own masks and its
+    own carry. With one sample the carry has no axis D.
     """
     count = program.training_samples
     if count > 1:

@@ -1,4 +1,4 @@
-"""The tables that a run logs: what it is before it starts, and its results at the end."""
+"""The tables that a run logs: its sizes and data before it starts, and its results at the end."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def _show(value: object) -> str:
 
 
 def describe_run(run: runs.Run, workdir: str) -> str:
-    """Sizes, parameters, memory, mesh and data of a `runs.Run`."""
+    """The table at the start: sizes, parameters, data, memory and mesh."""
     model, rules, state = run.model, run.rules, run.abstract_state()
     parts = models.count_parameters(model)
     options = dict(model.cell_options)
@@ -64,7 +64,7 @@ def describe_run(run: runs.Run, workdir: str) -> str:
 
 
 def describe_results(results: files.JsonObject, unit: str, workdir: str) -> str:
-    """The scores of the best weights, and the paths of all files."""
+    """The table at the end: the scores of the best weights, and the paths of all files."""
     files = {
         "weights": "checkpoints",
         "scores": "results.json",

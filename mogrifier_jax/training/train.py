@@ -1,8 +1,9 @@
 """Training from top to bottom: prepare, restore, turns, final scores.
 
-A run is `turns` x `steps_per_turn` optimizer steps with an evaluation before each turn. It resumes
-by itself in the same workdir, exactly, because the state holds everything that matters and because
-dispatches end at the same steps whether or not a run was interrupted.
+A run is `turns` x `steps_per_turn` optimizer steps with an evaluation before each turn. Started
+again in the same workdir, it continues with exactly the numbers of an unbroken run, because the
+state holds everything that they depend on and because dispatches end at the same steps whether or
+not the run was interrupted.
 
 `runs.py` makes a run of a config, `programs.py` compiles it, `run_record.py` writes its workdir,
 and `schedule.py` makes the decisions between turns.
@@ -45,7 +46,7 @@ def train_and_evaluate(
         workdirs.check_place(workdir)
         workdirs.check_config(workdir, config)
         with contextlib.ExitStack() as stack:
-            # Signals are noted from here on: an exception inside the compiler would be lost.
+            # From here on, signals are only noted: an exception inside the compiler would be lost.
             with signals.StopRequests() as stop_requests:
                 run = runs.make_run(config)
                 stop_requests.check()

@@ -23,7 +23,7 @@ def in_unit(nats: float, unit: str) -> float:
     return perplexity(nats) if unit == "ppl" else bits(nats)
 
 
-# What the units stand for.
+# The units in words.
 UNITS = {
     "ppl": "perplexity",
     "bpc": "bits per character",

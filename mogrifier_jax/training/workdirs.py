@@ -29,7 +29,7 @@ from mogrifier_jax import config_keys, configs, errors, files
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.training import atomic_files
 
-# What weights and scores depend on; the rest of a config is about how the weights were found.
+# What the weights mean and what their scores depend on; the rest is how the weights were trained.
 _FINGERPRINTED = ("model", "data", "dropout", "averaging.kind", "averaging.stagnating_evaluations")
 # What may differ when a run is resumed, because it does not change the numbers.
 FREE_KEYS = (
@@ -51,10 +51,10 @@ def check_place(workdir: str | os.PathLike) -> None:
             "there; give another folder"
         )
     folder = pathlib.Path(workdir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise errors.UsageError(
-            f"--workdir={name} cannot be made: {there} is not a folder that can be written to; "
+            f"--workdir={name} cannot be made: {existing} is not a folder that can be written to; "
             "give another one"
         )
 
@@ -142,7 +142,7 @@ def make_fingerprint(
     """What a checkpoint remembers, by name, so that it is not used with another config or corpus.
 
     Args:
-      digests: those of the splits of the corpus, if it was read. They are compared only with a
+      digests: the digests of the splits, if the corpus was read. They are compared only with a
         fingerprint that has them, too.
     """
     # Without defaults, so that a key of a later version does not change fingerprints.
@@ -165,7 +165,7 @@ def corpus_digests(fingerprint: files.JsonObject) -> dict[str, str]:
 
 
 def check_config(workdir: str | os.PathLike, config: config_dict.ConfigDict) -> None:
-    """Refuses to resume a run with another config than that of its workdir."""
+    """Refuses to resume a run with a config other than the one in its workdir."""
     workdir = pathlib.Path(workdir)
     if not (workdir / "config.json").exists():
         if any(path.name.isdecimal() for path in (workdir / "checkpoints").glob("*")):

@@ -54,10 +54,11 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     ):
         variant = getattr(config, "name", config) or ""
         folder = pathlib.Path(data_dir, self.name, variant, str(self.VERSION))
-        if found := files.find_irregular(folder):  # tfds would read a device without end.
+        # tfds would read from a device such as /dev/zero forever.
+        if irregular := files.find_irregular(folder):
             raise errors.UsageError(
-                f"{found}, part of the prepared data of this corpus, is not a regular file; delete "
-                f"{folder} and start again"
+                f"{irregular}, part of the prepared data of this corpus, is not a regular file; "
+                f"delete {folder} and start again"
             )
         # Writing the default format of tfds needs TensorFlow.
         super().__init__(
@@ -164,7 +165,7 @@ def read(builder: TextBuilder, split: str) -> np.ndarray:
 
 @contextlib.contextmanager
 def _damage_named(folder: Any) -> Iterator[None]:
-    """Makes one sentence of what tfds raises for damaged JSON, which are many kinds of errors."""
+    """Turns the many kinds of errors that tfds raises for damaged JSON into one sentence."""
     try:
         yield
     except (errors.UsageError, PermissionError):

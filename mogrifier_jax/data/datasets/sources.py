@@ -108,9 +108,9 @@ def _load_remote(source: Source, source_dir: str | os.PathLike | None) -> tuple[
             return _extract(source, name, _download(url))
         except (_Unfit, http.client.HTTPException, *_DAMAGE) as error:
             failures.append(f"{url}: {_explain(error)}")
-    where = f"not in {source_dir} and " if source_dir is not None else ""
+    where = f"is not in {source_dir} and " if source_dir is not None else ""
     raise errors.UsageError(
-        f"{source.name} is {where}not to be had from the network:\n  "
+        f"{source.name} {where}could not be downloaded:\n  "
         + "\n  ".join(failures)
         + f"\n{_advise(source)}"
     )
