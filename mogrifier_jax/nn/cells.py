@@ -27,7 +27,7 @@ Params = Mapping[str, Any]
 Gates = dict[str, Any]
 # An elementwise function.
 Function = Callable[[Array], Array]
-# What stands in the place of a matrix: from x and a bias to their affine map.
+# A function in place of a matrix W: from x and a bias b to x W + b.
 Tap = Callable[[Array, Array | None], Array]
 # [*B, D], or [*B, G, H] if the projection of x has been taken out of the step.
 Input = Float[Array, "..."]
@@ -316,7 +316,7 @@ def gate_inputs(params: Params, x: Input, h: Float[Array, "*B H"]) -> Float[Arra
 def gate_projections(
     params: Params, x: Input, h: Float[Array, "*B H"]
 ) -> tuple[Float[Array, "*B G H"], Float[Array, "*B G H"]]:
-    """What x and what h add to the pre-activations; x may be projected already."""
+    """The contributions of x and h to the pre-activations; x may be projected already."""
     zx = project(x, params["input"], params.get("bias")) if "input" in params else widen(x)
     return zx, project(h, params["recurrent"])
 
@@ -325,9 +325,9 @@ def split_input_projection(params: Params) -> tuple[Params, Params | None]:
     """Takes the projection of x out of the step: returns equivalent parameters, and a map or None.
 
     If nothing modulates x before the gates, its projection does not depend on the state, so it is
-    returned as a map of its own, which `recurrence.scan` applies before the step. Otherwise the
-    two gate matrices are joined, because one large matmul is faster than two, and the backward
-    pass then stores one sum less.
+    returned as a separate map, which `recurrence.scan` applies before the step. Otherwise the two
+    gate matrices are joined, because one large matmul is faster than two and because one sum less
+    is stored for the backward pass.
     """
     gates = params["gates"]
     if "input" not in gates:

@@ -90,14 +90,14 @@ def convert(
     gates, rest = _read_recurrence(tensors)
     input_size, _, hidden_size = gates["input"].shape
     maps = _read_rounds(_group(rest), (input_size, hidden_size), rounds)
-    has_bias = any("bias" in found for found in maps)
-    ranks = {found["down"].shape[1] if "down" in found else 0 for found in maps}
+    has_bias = any("bias" in params for params in maps)
+    ranks = {params["down"].shape[1] if "down" in params else 0 for params in maps}
     if len(ranks) > 1:
         raise errors.UsageError(f"the rounds have different ranks {sorted(ranks)}; all must agree")
     if has_bias:
-        for index, found in enumerate(maps):
+        for index, params in enumerate(maps):
             size = hidden_size if index % 2 else input_size
-            found.setdefault("bias", np.zeros(size, np.float32))
+            params.setdefault("bias", np.zeros(size, np.float32))
     cell = layers.MogrifierLSTMCell(
         hidden_size,
         rounds=len(maps),
@@ -105,7 +105,7 @@ def convert(
         gate_bias=has_bias,
         cap_input_gate=False,  # PyTorch's LSTM uses i; the authors' code uses min(i, 1 - f).
     )
-    rounds_by_name = {f"round_{index}": found for index, found in enumerate(maps, start=1)}
+    rounds_by_name = {f"round_{index}": params for index, params in enumerate(maps, start=1)}
     return from_flax.Pair(cell, {"gates": gates, **rounds_by_name})
 
 
@@ -236,17 +236,17 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
     """The parameters of the gates in our form, and the remaining tensors."""
     for layout in _RECURRENCES.values():
         names = (layout.input, layout.recurrent, layout.input_bias, layout.recurrent_bias)
-        found = [[key for key in tensors if re.fullmatch(rf"(.*\.)?{n}", key)] for n in names]
-        if not found[0]:
+        matches = [[key for key in tensors if re.fullmatch(rf"(.*\.)?{n}", key)] for n in names]
+        if not matches[0]:
             continue
-        if any(len(keys) > 1 for keys in found):
+        if any(len(keys) > 1 for keys in matches):
             raise errors.UsageError(
-                f"there are several cells, {', '.join(found[0])}; choose one by its prefix"
+                f"there are several cells, {', '.join(matches[0])}; choose one by its prefix"
             )
-        if not found[1]:
-            raise errors.UsageError(f"{found[0][0]} is there but {names[1]} is not")
-        used = [keys[0] for keys in found if keys]
-        matrices = [tensors[keys[0]] for keys in found[:2]]
+        if not matches[1]:
+            raise errors.UsageError(f"{matches[0][0]} is there but {names[1]} is not")
+        used = [keys[0] for keys in matches if keys]
+        matrices = [tensors[keys[0]] for keys in matches[:2]]
         matrices = [m if layout.out_first else m.T for m in matrices]  # [4H, in] each.
         hidden = matrices[1].shape[-1] if matrices[1].ndim else 0
         if not hidden or any(m.ndim != 2 or m.shape[0] != 4 * hidden for m in matrices):
@@ -257,7 +257,7 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
         for key in used[2:]:
             _check_bias(key, tensors[key], 4 * hidden)
         # PyTorch adds two biases to the same sum; one is enough.
-        bias = sum((tensors[keys[0]] for keys in found[2:] if keys), np.zeros(4 * hidden))
+        bias = sum((tensors[keys[0]] for keys in matches[2:] if keys), np.zeros(4 * hidden))
         blocks = [m.reshape(4, hidden, -1)[_OURS_FROM_PYTORCH].transpose(2, 0, 1) for m in matrices]
         gates = {
             "input": np.ascontiguousarray(blocks[0]),
@@ -289,12 +289,12 @@ def _group(tensors: dict[str, np.ndarray]) -> dict[str, list[list[_Map]]]:
     for path in sorted(linears, key=lambda p: [int(n) for n in re.findall(r"\d+", p)]):
         name, index = re.fullmatch(r"(.*?)((?:\.\d+)*)", path).groups()  # type: ignore[union-attr]
         entry = index.split(".")[1] if index else ""
-        found = groups.setdefault(name, {})
-        if entry and entry not in found and int(entry) != len(found):
+        group = groups.setdefault(name, {})
+        if entry and entry not in group and int(entry) != len(group):
             raise errors.UsageError(
-                f"the list {name} has an entry {entry} but none {len(found)}; give all of them"
+                f"the list {name} has an entry {entry} but none {len(group)}; give all of them"
             )
-        found.setdefault(entry, []).append(linears[path])
+        group.setdefault(entry, []).append(linears[path])
     return {name: list(entries.values()) for name, entries in groups.items()}
 
 

@@ -79,7 +79,7 @@ OPTIONS: Mapping[str, Option] = {
 FUNCTIONS = ("gate_fn", "activation_fn")
 # The arguments of all cells, for their docstrings here and in `nnx.py`.
 ARGUMENTS = {
-    "gate_fn": "the function of the gates; those of the rounds are always sigmoids.",
+    "gate_fn": "the function of the gates; the gates of the rounds are always sigmoids.",
     "activation_fn": "the function of the candidate, and of c where the output reads it.",
     "kernel_init": "draws the matrix [D, H] of each gate that multiplies x; None is lamb's "
     "truncated normal. The rounds have their own initial values.",
@@ -221,7 +221,7 @@ class Cell(nn.RNNCellBase):
 
     @nn.nowrap
     def to_carry(self, state: cells.State) -> CarryLike:
-        """The state in the form that users see, which is that of Flax's cell of the same kind."""
+        """The state in the form that users see, as Flax's cell of the same kind has it."""
         return state.h if isinstance(state, cells.Carry) else state
 
     @nn.nowrap

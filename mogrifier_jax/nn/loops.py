@@ -1,4 +1,4 @@
-"""Replacements of `lax.scan` that return the same, but write it to memory differently."""
+"""Replacements of `lax.scan` with the same results, which write these to memory differently."""
 
 import functools
 import math
@@ -76,9 +76,9 @@ def scan_over_inputs(
 ) -> tuple[Tree, Tree]:
     """Writes results over inputs, in the same memory.
 
-    xs is (inputs, sources) and a result is (outputs, replacements), of which the second ones are
-    dicts. What a step returns by the name of a source takes the place of what it has read there, if
-    the shape and the dtype are the same.
+    xs is (inputs, sources) and a result is (outputs, replacements), where sources and replacements
+    are dicts. A replacement overwrites the entry of the source of the same name that its step has
+    read, if shapes and dtypes agree.
     """
     inputs, sources = xs
     _, (_, like) = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
@@ -89,37 +89,37 @@ def scan_over_inputs(
             sources[name].dtype,
         )
 
-    places = {name: source for name, source in sources.items() if is_replaced(name)}
-    others = {name: source for name, source in sources.items() if name not in places}
+    buffers = {name: source for name, source in sources.items() if is_replaced(name)}
+    others = {name: source for name, source in sources.items() if name not in buffers}
 
-    def read(places: Tree, index: jax.Array) -> Tree:
+    def read(buffers: Tree, index: jax.Array) -> Tree:
         return jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, index, axis=0, keepdims=False), places
+            lambda a: jax.lax.dynamic_index_in_dim(a, index, axis=0, keepdims=False), buffers
         )
 
     def replace(carried: Tree, x: Tree) -> tuple[Tree, Tree]:
-        state, index, taken, places = carried
+        state, index, entries, buffers = carried
         inputs, others = x
-        state, (outputs, replacements) = body(state, (inputs, others | taken))
-        rest = {name: new for name, new in replacements.items() if name not in places}
-        places = {
-            name: jax.lax.dynamic_update_index_in_dim(place, replacements[name], index, axis=0)
-            for name, place in places.items()
+        state, (outputs, replacements) = body(state, (inputs, others | entries))
+        rest = {name: new for name, new in replacements.items() if name not in buffers}
+        buffers = {
+            name: jax.lax.dynamic_update_index_in_dim(buffer, replacements[name], index, axis=0)
+            for name, buffer in buffers.items()
         }
-        # The next step is read after the write, as otherwise XLA might copy a whole place to write.
+        # The next entries are read after the write. Otherwise XLA might copy the whole buffer.
         index = index + (-1 if reverse else 1)
-        return (state, index, read(places, index), places), (outputs, rest)
+        return (state, index, read(buffers, index), buffers), (outputs, rest)
 
     steps = jax.tree.leaves(xs)[0].shape[0]
     start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    (state, _, _, places), (outputs, rest) = jax.lax.scan(
+    (state, _, _, buffers), (outputs, rest) = jax.lax.scan(
         replace,
-        (init, start, read(places, start), places),
+        (init, start, read(buffers, start), buffers),
         (inputs, others),
         reverse=reverse,
         unroll=unroll,
     )
-    return state, (outputs, rest | places)
+    return state, (outputs, rest | buffers)
 
 
 def scan_packed(loop: Loop, body: Body, init: Tree, xs: Tree, **options: Any) -> tuple[Tree, Tree]:

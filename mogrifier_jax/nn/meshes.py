@@ -1,9 +1,9 @@
-"""Meshes whose axes are explicit or manual, as `jax.make_mesh` and `jax.shard_map` make them.
+"""Loops on meshes whose axes are explicit or manual, as in `jax.make_mesh` and `jax.shard_map`.
 
 On such a mesh the type of an array says how it is sharded, and the type of a loop's carry must not
 change. A carry of zeros is sharded over no axis, whereas the carry after a step is sharded as the
-inputs are, so the types are made to agree before the loop. With automatic axes, the compiler shards
-arrays and nothing is to be done.
+inputs are, so the types are made to agree before the loop. With automatic axes the compiler decides
+about shardings, and nothing has to be done.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """The limits and the meaning of every option of a model, declared once.
 
 Stacks and models refuse values outside these limits when they are set up, and `config_keys.py`
-makes the keys of the section `model` of the same declarations. Defaults are those of the modules'
-fields, so they are not repeated here. The options of cells are in `layers.py`.
+makes the keys of the section `model` from the same declarations. The defaults are in the fields of
+the modules and are not repeated here. The options of cells are in `layers.py`.
 """
 
 import dataclasses

@@ -1,11 +1,10 @@
-"""LanguageModel and EncoderDecoder, and the hidden size that fits a budget of parameters.
-
-Both models embed tokens, run a recurrent stack, and compute a softmax and nats per token.
+"""LanguageModel and EncoderDecoder: embeddings, a recurrent stack, a softmax, nats per token.
 
 Axes: B batch, T time, E embedding (of input and output), H hidden, V vocabulary. Tokens and results
 are [B, T]. Within the models time comes first, because the recurrence scans over the leading axis.
-`make_model` finds E and H for a budget of parameters. The formulas that count parameters repeat the
-shapes that `layers.py` and `softmax.py` create, and the tests check that both agree.
+`make_model` solves for the sizes E and H that fit a budget of parameters. The formulas that count
+parameters repeat the shapes that `layers.py` and `softmax.py` create, and the tests check that both
+agree.
 """
 
 import dataclasses
@@ -404,7 +403,7 @@ def _count_layer(cell: layers.Cell, d: int, h: int) -> int:
     if isinstance(cell, layers.RewiredLSTMCell):
         count += (2 * h + 1) * h + (h + 1) * h  # The forget gate and the output gate.
     if isinstance(cell, layers.MogrifierGRUCell):
-        count += h  # The candidate's recurrent part has a bias of its own.
+        count += h  # The candidate's recurrent part has another bias.
     return count
 
 

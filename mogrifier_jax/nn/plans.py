@@ -1,4 +1,4 @@
-"""Plans: everything that a platform, a dtype or a size wants done differently.
+"""Plans: how a window is computed on each platform, given the dtype and the sizes.
 
 The equations are in `recurrence.py` and `softmax.py`, which name no platform. All plans compute the
 same numbers, with one exception: for float32 at JAX's default precision, a TPU rounds the operands
@@ -128,7 +128,7 @@ class Sizes:
     maps_read_inputs: bool  # Whether there are maps of x, and not only of h.
     projects_inputs: bool  # Whether x is projected before the step.
     carry_parts_alike: bool  # Whether the carry has several parts, of the same shape and dtype.
-    resets: bool  # Whether steps may start anew.
+    resets: bool  # Whether the carry may be reset within the window.
     one_device: bool  # Whether no mesh of several devices holds the operands.
 
 

@@ -1,4 +1,4 @@
-"""The recurrence: a scan over a window, with a fast backward pass.
+"""The recurrence: a scan over a window, and what it stores for a fast backward pass.
 
 Axes: T time, B batch, D input features, H hidden features.
 
@@ -56,7 +56,7 @@ class Resets(NamedTuple):
         return _replace_rows(state, marks, self.start)
 
     def cut(self, d_state: Any, marks: Bool[Array, "B"]) -> Any:
-        """The gradient of the state before a step, from that of the state that the step reads."""
+        """The gradient of the state before a step, given that of the state that the step reads."""
         return _replace_rows(d_state, marks, jax.tree.map(jnp.zeros_like, self.start))
 
 

@@ -1,4 +1,4 @@
-"""RNN, which runs one cell over sequences.
+"""RNN, which runs one cell over sequences, with lengths, masks and resets of the carry.
 
 Axes: B batch, T time, D input features, H hidden. `RNN` replaces `nn.RNN` and uses the fast scan of
 `windows.py`. The layers of a model (`stack.py`) are RNNs.
@@ -198,8 +198,8 @@ class RNN(nn.RNN):
     @nn.nowrap
     def draws(self, deterministic: bool | None) -> bool:
         """Whether masks are drawn; `deterministic` must be given only if there are any."""
-        wanted = bool(self.state_dropout or getattr(self.cell, "masks", None))
-        return wanted and not nn.merge_param("deterministic", self.deterministic, deterministic)
+        has_masks = bool(self.state_dropout or getattr(self.cell, "masks", None))
+        return has_masks and not nn.merge_param("deterministic", self.deterministic, deterministic)
 
     def draw_masks(self, steps: int, rows: int) -> recurrence.Arrays:
         """The masks of state dropout and of the cell, as `window` takes them."""

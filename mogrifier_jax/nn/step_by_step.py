@@ -1,7 +1,7 @@
-"""Runs any cell of Flax step by step, from a fresh carry wherever a step is marked.
+"""Runs Flax cells that have no counterpart here step by step, with resets of the carry.
 
-It is for cells that have no counterpart here, and serves linen and NNX alike: both have a scan with
-the same arguments. Without resets, Flax's own RNNs run such cells.
+It works for linen and NNX, whose scans have the same arguments. Without resets, Flax's own RNNs run
+such cells.
 """
 
 import dataclasses

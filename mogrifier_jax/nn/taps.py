@@ -1,6 +1,6 @@
-"""Taps: functions that are passed to a cell in place of its matrices and do the matmuls themselves.
+"""Taps: functions that are passed to a cell in place of its matrices and do the matmuls.
 
-`recurrence.py` uses them to intercept the input and the output of every linear map of a step. Only
+With them `recurrence.py` intercepts the input and the output of every linear map of a step. Only
 `cells.project` and `cells.affine` call them. Axes: T time, B batch, I inputs of a map.
 """
 
