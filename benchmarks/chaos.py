@@ -639,7 +639,7 @@ WORK = (
         "tuning.worker:work",
     ),
     "tuning.worker:start_workers",
-    *("training.evaluate:Deterministic.__call__", "training.evaluate:Deterministic.sums"),
+    *("training.scoring:Deterministic.__call__", "training.scoring:Deterministic.sums"),
     *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.dyneval:cached_statistics"),
     *("analysis.sweeps:run_in_turn", "analysis.sweeps:run_in_parallel"),
     *("analysis.inspection:measure", "analysis.explore_data:read", "preflight.flops:count_flops"),

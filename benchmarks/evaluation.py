@@ -21,7 +21,7 @@ from benchmarks import timing
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import dyneval, montecarlo
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import scoring
 
 SETTING = dyneval.UpdateRule(learning_rate=1e-5, decay_rate=1e-3, epsilon=1e-5)
 SETTINGS = 8  # Side by side, as in tuning.
@@ -115,7 +115,7 @@ def sampling_contenders(size: Size, samples: int):
             single._blocks = (keys[s].reshape(1, 1), single._blocks[1])
             parts.append(-single(params).nats.astype(np.float64))
         nats = np.log(samples) - np.logaddexp.reduce(parts, axis=0)
-        return evaluate.TokenScores(np.zeros(len(nats)), nats).mean()
+        return scoring.TokenScores(np.zeros(len(nats)), nats).mean()
 
     return {
         f"{samples} passes": sequential,

@@ -12,7 +12,7 @@ from experiments import pydoc
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import corpora, vocabularies
 from mogrifier_jax.preflight import costs
-from mogrifier_jax.training import evaluate, programs, runs
+from mogrifier_jax.training import programs, runs, scoring
 
 
 def make_mesh(data, model=1):
@@ -130,7 +130,7 @@ def test_an_odd_vocabulary_scores_the_same_on_every_mesh(monkeypatch):
         shardings = programs.shardings_of(run.abstract_state())
         params = jax.jit(run.init_state, out_shardings=shardings)().params
         # Six stripes, which the mesh fills up to eight.
-        evaluation = evaluate.Deterministic(run.model, run.task.plan("valid", 6), chunk=4)
+        evaluation = scoring.Deterministic(run.model, run.task.plan("valid", 6), chunk=4)
         scores.append(evaluation.sums(params, (1.0, 1.01)))
         scores.append(evaluation(params))
     here, tokens, there, same_tokens = scores

@@ -72,7 +72,7 @@ def write_page(
       length: how many tokens of the text are shown.
     """
     if not folders or not all(folders):
-        raise errors.UsageError("--workdir is missing; give that of a run, or two: a,b")
+        raise errors.UsageError("--workdir is missing; give the workdir of a run, or two: a,b")
     workdirs.check_results(folders[0], "explore.html")
     if path is not None and prompt is not None:
         raise errors.UsageError("--text and --prompt are both given; give one of them")

@@ -1,4 +1,4 @@
-"""What the explore page knows about a text and the models that read it, packed small.
+"""The data of the explore page: what models predicted and computed as they read a text, compressed.
 
 Axes: N tokens of the text, U units of a map, K likeliest tokens.
 

@@ -1,4 +1,4 @@
-"""What the figures of the analysis have in common: colours of models, panels and legends.
+"""The common style of all figures of the analysis: colours of models, panels and legends.
 
 Figures are made without pyplot, which keeps them open and may show windows.
 """

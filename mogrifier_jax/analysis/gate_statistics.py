@@ -21,7 +21,7 @@ import optax
 from mogrifier_jax import errors, files
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import scoring
 
 LSTM_GATES = ("f", "i", "o")
 BINS = 60
@@ -253,13 +253,13 @@ class GateAnalysis:
         model, plan = self.model, self.plan
         report = GateReport(model.num_layers, model.vocab_size, top)
         carry = model.zero_carry(plan.batch_size) if plan.carries else None
-        windows = evaluate.limit_windows(plan, max_windows)
+        windows = scoring.limit_windows(plan, max_windows)
 
         def read(carry, index, _):
             sums, after = self._step(params, plan.stream, carry, index)
             return sums, after if plan.carries else None
 
-        for sums, _ in evaluate.dispatches(read, carry, windows, 1, title):
+        for sums, _ in scoring.dispatches(read, carry, windows, 1, title):
             report.add(*jax.device_get(sums))
         return report
 

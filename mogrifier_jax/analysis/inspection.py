@@ -17,7 +17,7 @@ from mogrifier_jax import errors, files
 from mogrifier_jax.analysis import documents, gate_statistics, token_losses
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import loaded_run, loading, paper_tables, scored_texts
-from mogrifier_jax.training import atomic_files, evaluate
+from mogrifier_jax.training import atomic_files, scoring, turn_evaluation
 
 NAMES = {
     "lstm": "LSTM",
@@ -35,7 +35,7 @@ def plan_splits(loaded: loaded_run.LoadedRun, *splits: str) -> list[tasks.Plan]:
     plans = []
     for split in splits:
         task.check_split(split)
-        stripes = evaluate.num_stripes(task, split, config.data.batch_size, lines)
+        stripes = turn_evaluation.num_stripes(task, split, config.data.batch_size, lines)
         plans.append(task.plan(split, stripes, window=config.data.window))
     return plans
 
@@ -50,9 +50,9 @@ def measure_gates(
 
 def score_tokens(
     loaded: loaded_run.LoadedRun, plan: tasks.Plan, max_windows: int | None = None
-) -> evaluate.TokenScores:
+) -> scoring.TokenScores:
     """The nats of every token of a text, without dropout."""
-    score = evaluate.Deterministic(loaded.model, plan)
+    score = scoring.Deterministic(loaded.model, plan)
     return score(loaded.params, loaded.temperature or 1.0, max_windows, "scores")
 
 

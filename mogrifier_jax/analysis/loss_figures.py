@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def draw_losses(
     losses: Mapping[str, documents.Rows], x_label: str, title: str = ""
 ) -> "matplotlib_figure.Figure":
-    """Draws mean losses by group, and their differences to those of the last model.
+    """Draws mean losses by group, and how much they differ from the losses of the last model.
 
     The error bars are standard errors of independent means. They are wider than they should be,
     because the models are scored on the same tokens and tend to err at the same ones.

@@ -19,7 +19,7 @@ def draw_scores(
 
     Args:
       rows: as `sweep_results.collect` returns them; without any, only the paper's are drawn.
-      title: that of the set by default.
+      title: by default the title of the set.
     """
     unit = rows[0]["unit"] if rows else variants.unit or "ppl"
     shown = rows or [row._asdict() for row in variants.rows]

@@ -27,8 +27,8 @@ def write(
     """Writes the files of a set, and returns their paths; without a finished run there are none.
 
     Args:
-      name: that of the set, with which the names of the files begin.
-      title: of tables and figures; by default that of the set.
+      name: the name of the set, with which the names of the files begin.
+      title: the title of tables and figures; by default the title of the set.
     """
     folders = {
         row.variant: [sweep_results.run_folder(workdir, row.variant, seed) for seed in seeds]

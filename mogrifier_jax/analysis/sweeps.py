@@ -1,7 +1,7 @@
 """`--mode=sweep`: trains all variants of a set with several seeds, and compares them.
 
-`SETS` of an experiment file maps names to `configs.Set`. Every run is an ordinary one in a folder
-of its own, `<workdir>/<variant>/seed<k>`, so everything that works on a workdir works on it, and a
+`SETS` of an experiment file maps names to `configs.Set`. Every run is an ordinary one in its own
+folder, `<workdir>/<variant>/seed<k>`, so everything that works on a workdir works on it, and a
 sweep that was stopped is continued by the same command. `sweep_report.py` writes the comparison.
 """
 
@@ -69,7 +69,7 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """The name of the file with that of the size, such as "ablation:small"."""
+        """The names of the file and of the size, such as "ablation:small"."""
         return ":".join(filter(None, [pathlib.Path(self.path).stem, self.size]))
 
     def find_sets(self, names: str) -> dict[str, configs.Set]:
@@ -107,7 +107,7 @@ class Sweep:
         return Job(variant, seed, sweep_results.run_folder(workdir, variant, seed), config)
 
     def command(self, job: Job) -> list[str]:
-        """The command that runs a job in a process of its own."""
+        """The command that runs a job in a separate process."""
         overrides = {**self.overrides, "seed": job.seed}
         config = f"--config={self.path}:{self.full_variant(job.variant)}"
         keys = [f"--config.{key}={value}" for key, value in overrides.items()]
@@ -131,7 +131,7 @@ def sweep(
       filename: the experiment and its size, such as "experiments/ablation.py:small".
       names: the sets, separated by commas.
       seeds: the seeds, separated by commas.
-      parallel: how many runs at a time, each in a process of its own if there are several.
+      parallel: how many runs at a time, each in a separate process if there are several.
       report: a Markdown file, such as RESULTS.md, in which the tables of these sets are replaced.
     """
     experiment = Sweep(filename, overrides)
@@ -195,7 +195,7 @@ def name_corpus(job: Job) -> str:
 def check_same_corpus(
     job: Job, digests: Mapping[str, str], other: Job, expected: Mapping[str, str]
 ) -> None:
-    """Refuses a run on a text that is not that of another run."""
+    """Refuses a run whose text is not the same as the text of another run."""
     if changed := [split for split in expected if digests.get(split) != expected[split]]:
         raise errors.UsageError(
             f"the text of {', '.join(changed)} for the run of {job} is not the one that the run of "

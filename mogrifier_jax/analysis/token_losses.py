@@ -1,4 +1,4 @@
-"""Mean losses of groups of tokens, which show where a model is wrong.
+"""Mean losses of groups of tokens, such as rare ones, which show where a model errs.
 
 Tokens are grouped by their frequency in the training text, by their position in the line, or by the
 loss of the token before them.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mogrifier_jax import errors, files
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import scoring
 
 # The edges of the groups.
 FREQUENCIES = (0, 1, 10, 100, 1_000, 10_000)
@@ -19,14 +19,14 @@ SURPRISES = (1, 2, 4, 6, 8, 10)
 
 
 def by_frequency(
-    scores: evaluate.TokenScores, counts: np.ndarray, edges: Sequence[int] = FREQUENCIES
+    scores: scoring.TokenScores, counts: np.ndarray, edges: Sequence[int] = FREQUENCIES
 ) -> list[files.JsonObject]:
     """Mean loss by how often a token occurs in the training text, which is `counts` [V]."""
     return group(counts[scores.tokens], scores.nats, edges)
 
 
 def by_position(
-    scores: evaluate.TokenScores, eos_id: int, edges: Sequence[int] = POSITIONS
+    scores: scoring.TokenScores, eos_id: int, edges: Sequence[int] = POSITIONS
 ) -> list[files.JsonObject]:
     """Mean loss by how many tokens of the line precede a token."""
     return group(positions_in_line(scores.tokens, eos_id), scores.nats, edges)

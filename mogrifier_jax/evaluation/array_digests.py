@@ -1,4 +1,4 @@
-"""A digest of arrays, by which a file shows that it is undamaged and of the right weights."""
+"""A digest of arrays, by which a damaged file, or a file of other weights, is recognised."""
 
 import hashlib
 from collections.abc import Mapping

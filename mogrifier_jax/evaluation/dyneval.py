@@ -10,8 +10,8 @@ g is the gradient of the window's summed nats, θ₀ is the trained weight, and 
 of `UpdateRule`. RMS is the root mean square of the gradient over windows of the training text, and
 m is the mean of RMS over all weights. Computing these statistics takes a pass over much of the
 training text, so they are saved in the workdir, with a digest of themselves and of everything that
-they depend on. Adaptations differ in their update rules or in their dropout masks. Each has weights
-and a state of its own, and the mesh axis "data" splits them.
+they depend on. Adaptations differ in their update rules or in their dropout masks. Each has its own
+weights and its own state, and the mesh axis "data" splits them.
 """
 
 import functools
@@ -32,7 +32,7 @@ from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.evaluation import array_digests, loaded_run, montecarlo
 from mogrifier_jax.nn import models, stack
-from mogrifier_jax.training import atomic_files, evaluate, state_arrays
+from mogrifier_jax.training import atomic_files, scoring, state_arrays
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 COPIES = 4  # Weight-sized arrays of one adaptation: weights, gradient, temporaries.
@@ -66,7 +66,7 @@ class UpdateRule(NamedTuple):
 class Outcome(NamedTuple):
     """The scores of one adaptation, or of the average of several."""
 
-    scores: evaluate.TokenScores  # If it diverged, those of the windows before.
+    scores: scoring.TokenScores  # If it diverged, only the windows before that.
     diverged_at: int | None  # The first window whose score is not finite; None if all are.
 
     def mean(self) -> float:
@@ -102,7 +102,7 @@ class DynamicEvaluation:
         self.model, self.dropout = model, dropout
         self._mesh = mesh
         self.plan = plan._replace(stream=partitioning.replicate(plan.stream, mesh))
-        self.targets = evaluate.read_targets(self.plan)
+        self.targets = scoring.read_targets(self.plan)
         self._statistics = partitioning.replicate(statistics._replace(losses=None), mesh)
         self._devices = mesh.shape["data"] if mesh else 1
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(statistics.rms))
@@ -213,8 +213,8 @@ class DynamicEvaluation:
                 state, start, stream, first, count, per_adaptation, logit_scale, rates
             )
 
-        windows = evaluate.limit_windows(self.plan, max_windows)
-        nats, state = evaluate.collect_nats(
+        windows = scoring.limit_windows(self.plan, max_windows)
+        nats, state = scoring.collect_nats(
             dispatch, state, self.targets, windows, self._chunk, title
         )
         return nats[:, :count], jax.tree.map(lambda a: a[:count], state[0])
@@ -227,7 +227,7 @@ class DynamicEvaluation:
 
     def _copy(self, params: Params, *, count: int) -> tuple[Params, stack.Carries]:
         """`count` copies of the trained weights and of zero carries."""
-        start = params, evaluate.zero_carry(self.model, self.plan)
+        start = params, scoring.zero_carry(self.model, self.plan)
         return jax.tree.map(lambda a: jnp.broadcast_to(a[None], (count, *a.shape)), start)
 
     def _adapt(
@@ -271,7 +271,7 @@ class DynamicEvaluation:
             return (adapted, carry), nats
 
         batch_at = self.plan.batch_at
-        return evaluate.over_windows(score, state, batch_at, stream, first, count, self._chunk)
+        return scoring.over_windows(score, state, batch_at, stream, first, count, self._chunk)
 
     def _blocks(self, count: int) -> list[range]:
         num_blocks, size = montecarlo.cut_blocks(count, self.parallel, self._devices)
@@ -332,10 +332,10 @@ def gradient_statistics(
     def dispatch(state: PyTree, first: int, count: int) -> tuple[jax.Array, PyTree]:
         return step(params, state, plan.stream, first, count)
 
-    state = jax.tree.map(jnp.zeros_like, params), evaluate.zero_carry(model, plan)
+    state = jax.tree.map(jnp.zeros_like, params), scoring.zero_carry(model, plan)
     losses = []
     title = "gradient statistics"
-    for window_losses, after in evaluate.dispatches(dispatch, state, windows, chunk, title):
+    for window_losses, after in scoring.dispatches(dispatch, state, windows, chunk, title):
         losses.append(np.asarray(window_losses))
         state = after
     rms, mean = _to_rms(state[0], windows)
@@ -372,7 +372,7 @@ def square_gradients(
         squares = jax.tree.map(lambda s, g: s + jnp.square(g), squares, grads)
         return (squares, carry), loss
 
-    return evaluate.over_windows(score, state, batch_at, stream, first, count, chunk)
+    return scoring.over_windows(score, state, batch_at, stream, first, count, chunk)
 
 
 @jax.jit

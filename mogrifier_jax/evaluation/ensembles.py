@@ -9,13 +9,13 @@ from absl import logging
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.evaluation import token_files
-from mogrifier_jax.training import evaluate, summaries, units
+from mogrifier_jax.training import scoring, summaries, units
 
 
 class Ensemble(NamedTuple):
     """The scores of an ensemble and of its members."""
 
-    scores: evaluate.TokenScores  # Of the average probability.
+    scores: scoring.TokenScores  # Of the average probability.
     members: list[float]  # Nats per token of each file.
     vocabulary: str  # The digest of the vocabulary.
 
@@ -53,7 +53,7 @@ def average_files(paths: Sequence[str | os.PathLike]) -> Ensemble:
         log_p = np.logaddexp(log_p, -scores.nats.astype(np.float64))
         members.append(scores.mean())
     nats = np.log(len(paths)) - log_p
-    averaged = evaluate.TokenScores(first.tokens, nats.astype(np.float32))
+    averaged = scoring.TokenScores(first.tokens, nats.astype(np.float32))
     return Ensemble(averaged, members, about["vocabulary"])
 
 

@@ -10,6 +10,7 @@ the options.
 """
 
 import hashlib
+import math
 import os
 import pathlib
 import time
@@ -29,7 +30,7 @@ from mogrifier_jax.evaluation import (
     paper_tables,
     token_files,
 )
-from mogrifier_jax.training import atomic_files, evaluate, units, workdirs
+from mogrifier_jax.training import atomic_files, scoring, units, workdirs
 
 
 def evaluate_workdirs(
@@ -40,7 +41,9 @@ def evaluate_workdirs(
     if options.ensemble:
         return [ensembles.evaluate_ensemble(options.ensemble.split(","), options.output)]
     if not folders or not all(folders):
-        raise errors.UsageError("--workdir is missing; give that of a run, or several: a,b,c")
+        raise errors.UsageError(
+            "--workdir is missing; give the workdir of a run, or several: a,b,c"
+        )
     for folder in folders:
         if pathlib.Path(folder).is_file():
             raise errors.UsageError(f"{folder} is a file; results need the workdir of a run")
@@ -86,7 +89,7 @@ def make_result(
     method: str,
     text: str,
     details: files.JsonObject,
-    outcome: evaluate.TokenScores | dyneval.Outcome,
+    outcome: scoring.TokenScores | dyneval.Outcome,
 ) -> files.JsonObject:
     """One result for evaluation.json; its token file is written.
 
@@ -109,9 +112,9 @@ def make_result(
     token_file = pathlib.Path(scorer.folder) / "tokens" / f"{method}_{name}.npz"
     if jax.process_index() == 0:
         token_files.write_tokens(token_file, scores, scorer.loaded.vocabulary, **result)
-    found = {"tokens": len(scores.tokens), "file": buckets.show(str(token_file))}
+    saved = {"tokens": len(scores.tokens), "file": buckets.show(str(token_file))}
     nats = outcome.mean()
-    if nats != nats:
-        return result | {"nats": None, **found}
+    if math.isnan(nats):
+        return result | {"nats": None, **saved}
     values = {"perplexity": units.perplexity(nats), "bits": units.bits(nats)}
-    return result | {"nats": nats, **values, **found}
+    return result | {"nats": nats, **values, **saved}

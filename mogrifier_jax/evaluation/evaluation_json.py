@@ -1,4 +1,4 @@
-"""evaluation.json, the file of a workdir that has all scores of its run.
+"""evaluation.json, which collects all scores of a run in its workdir.
 
 Results of several commands are kept together as long as they are scores of the same checkpoint.
 """

@@ -30,17 +30,19 @@ def load_run(
         )
     if not isinstance(workdir, str | os.PathLike):
         raise errors.UsageError(
-            f"workdir {errors.show(workdir)} is not a path; give that of a trained run, as "
+            f"workdir {errors.show(workdir)} is not a path; give the workdir of a trained run, as "
             "'runs/pydoc'"
         )
     if not os.fspath(workdir):
-        raise errors.UsageError("workdir is an empty text; give that of a trained run")
+        raise errors.UsageError("workdir is an empty text; give the workdir of a trained run")
     with buckets.copied(workdir) as place:
         # pathlib raises an OSError for a name that is too long.
         if os.path.isfile(place):
             return model_files.load_file(place, mesh)
         if not os.path.isdir(place):
-            raise errors.UsageError(f"workdir {place} does not exist; give that of a trained run")
+            raise errors.UsageError(
+                f"workdir {place} does not exist; give the workdir of a trained run"
+            )
         return _load_workdir(place, which, mesh)
 
 

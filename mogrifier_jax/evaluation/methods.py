@@ -20,15 +20,15 @@ from ml_collections import config_dict
 from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.evaluation import dyneval, eval_options, loading, montecarlo, scored_texts
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate, runs
+from mogrifier_jax.training import runs, scoring, turn_evaluation
 
 METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 TEMPERATURES = (0.5, 1.5)  # The interval that `minimise` searches,
 TOLERANCE = 1e-3  # and the width at which it stops.
 
 # From the name of a text to its scores.
-ScoreFn = Callable[[str], evaluate.TokenScores | dyneval.Outcome]
-# In annotations of `Scorer` the name dyneval is that of its method.
+ScoreFn = Callable[[str], scoring.TokenScores | dyneval.Outcome]
+# Within `Scorer` the name dyneval is its method, so annotations need other names for these.
 Adapter = dyneval.DynamicEvaluation
 GradientStatistics = dyneval.Statistics
 
@@ -68,11 +68,11 @@ class Scorer:
         """One pass without dropout and without adaptation."""
         temperature = self.find_temperature(self.batch_size, self.window)
 
-        def score(name: str) -> evaluate.TokenScores:
+        def score(name: str) -> scoring.TokenScores:
             stripes = self.num_stripes(name)
             mesh = self.busy_mesh(stripes)
             plan = self.task.plan(name, stripes, window=self.window, mesh=mesh)
-            score_plan = evaluate.Deterministic(self.model, plan, chunk=64)
+            score_plan = scoring.Deterministic(self.model, plan, chunk=64)
             return score_plan(partitioning.replicate(self.params, mesh), temperature, title=name)
 
         return {"temperature": temperature, "window": self.window}, score
@@ -80,7 +80,7 @@ class Scorer:
     def mc(self) -> tuple[files.JsonObject, ScoreFn]:
         """Monte-Carlo dropout, with the dropout multiplier that is best on validation."""
 
-        def score(name: str, multiplier: float, temperature: float) -> evaluate.TokenScores:
+        def score(name: str, multiplier: float, temperature: float) -> scoring.TokenScores:
             title = f"mc {name}, dropout times {multiplier:g}"
             sampler = self.sampler(name, self.num_stripes(name), self.window)
             return sampler(self.params, temperature, None, title, multiplier)
@@ -174,7 +174,9 @@ class Scorer:
         if not self.task.carries:
             return self.batch_size  # Independent examples have the same scores in any batch.
         lines = self.loaded.config.evaluation.lines_per_stripe
-        return self.options.stripes or evaluate.num_stripes(self.task, name, self.batch_size, lines)
+        return self.options.stripes or turn_evaluation.num_stripes(
+            self.task, name, self.batch_size, lines
+        )
 
     @functools.cache  # noqa: B019  One sampler serves all multipliers and temperatures.
     def sampler(self, name: str, stripes: int, window: int) -> montecarlo.MonteCarlo:
@@ -243,8 +245,8 @@ class Scorer:
         score = self.score_temperatures(batch_size, window, multiplier)
         if rule == "minimise":
             return minimise(lambda t: score((t,))[0], *TEMPERATURES)
-        at_once = evaluate.AT_ONCE if multiplier is None else 1
-        return evaluate.search_temperature(score, at_once)
+        at_once = turn_evaluation.AT_ONCE if multiplier is None else 1
+        return turn_evaluation.search_temperature(score, at_once)
 
     def score_temperatures(
         self, batch_size: int, window: int, multiplier: float | None = None
@@ -258,7 +260,7 @@ class Scorer:
                 for scale in scales
             ]
         plan = self.task.plan("valid", batch_size, window=window, mesh=self.mesh)
-        score_plan = evaluate.Deterministic(self.model, plan)
+        score_plan = scoring.Deterministic(self.model, plan)
 
         def score(scales: Sequence[float]) -> Sequence[float]:
             sums = score_plan.sums(self.params, scales, windows)

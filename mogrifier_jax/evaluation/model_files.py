@@ -1,9 +1,9 @@
-"""A model in one safetensors file, to share it without its workdir.
+"""Model files: a trained model in one safetensors file, to be shared without its workdir.
 
-The file contains the weights by name (`embedding`, `layer_0.kernel`, ...). Its metadata are texts:
-`format`, `version`, `config`, `info` and `temperature` (these three are JSON), `vocabulary` (the
-content of vocabulary.json) and `digest`, the SHA-256 of everything else. The folder `shipped` has
-the model files that come with the package (docs/model_card.md).
+The file contains the weights by name (`embedding`, `layer_0.kernel`, ...). Its metadata are
+strings: `format`, `version`, `config`, `info` and `temperature` (these three are JSON),
+`vocabulary` (the content of vocabulary.json) and `digest`, the SHA-256 of everything else. The
+folder `shipped` has the model files that come with the package (docs/model_card.md).
 """
 
 import json

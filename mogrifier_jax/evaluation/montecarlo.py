@@ -2,8 +2,8 @@
 
 Axes: K blocks of M samples, W windows of one dispatch, B stripes, T time, V vocabulary.
 
-Every sample is a pass of its own, with its own state and masks. p_s(v) is the probability of v
-under the masks of sample s, where the logit scale is applied before the softmax. The averages are
+Every sample is a separate pass with its own state and masks. p_s(v) is the probability of v under
+the masks of sample s, where the logit scale is applied before the softmax. The averages are
 
     arithmetic              1/S Σ p_s(v), which sums to one, so only the target's p_s is needed
     geometric               exp(1/S Σ log p_s(v)), renormalised over v; for an ordinary softmax
@@ -27,7 +27,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import streams, tasks
 from mogrifier_jax.evaluation import loaded_run
 from mogrifier_jax.nn import models, stack
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import scoring
 
 AVERAGES = ("arithmetic", "geometric", "power", "unnormalised_geometric")
 BLOCK_SIZE = 1 << 26  # About how many floats of one block are in memory on each device.
@@ -112,7 +112,7 @@ class MonteCarlo:
             )
         self.model, self.dropout = model, dropout
         self.plan = plan._replace(stream=partitioning.replicate(plan.stream, mesh))
-        self.targets = evaluate.read_targets(self.plan)
+        self.targets = scoring.read_targets(self.plan)
         devices = mesh.shape["data"] if mesh else 1
         fitting = fitting_samples(model, self.targets.tokens.shape[1:], average) * devices
         self.num_blocks, self.block_size = cut_blocks(
@@ -137,10 +137,10 @@ class MonteCarlo:
         max_windows: int | None = None,
         title: str = "",
         multiplier: float = 1.0,
-    ) -> evaluate.TokenScores:
+    ) -> scoring.TokenScores:
         """Scores of the first `max_windows` windows, or of all, with rates times `multiplier`."""
         rates = scale_dropout(self.dropout, multiplier)
-        zeros = evaluate.zero_carry(self.model, self.plan)
+        zeros = scoring.zero_carry(self.model, self.plan)
         count = self.num_blocks * self.block_size
         carry = jax.tree.map(lambda a: self._place(jnp.zeros((count, *a.shape), a.dtype)), zeros)
 
@@ -152,8 +152,8 @@ class MonteCarlo:
                 params, stream, carry, first, count, logit_scale, rates, blocks
             )
 
-        windows = evaluate.limit_windows(self.plan, max_windows)
-        nats, _ = evaluate.collect_nats(dispatch, carry, self.targets, windows, self._chunk, title)
+        windows = scoring.limit_windows(self.plan, max_windows)
+        nats, _ = scoring.collect_nats(dispatch, carry, self.targets, windows, self._chunk, title)
         return self.targets.in_order(nats)
 
     def _score_windows(
@@ -201,7 +201,7 @@ class MonteCarlo:
             return carry, nats
 
         batch_at = self.plan.batch_at
-        return evaluate.over_windows(score, carry, batch_at, stream, first, count, self._chunk)
+        return scoring.over_windows(score, carry, batch_at, stream, first, count, self._chunk)
 
     def _place(self, array: jax.Array) -> jax.Array:
         """Reshapes [K * M, ...] to [K, M, ...] and splits each block over the devices."""

@@ -12,7 +12,7 @@ def print_samples(
     """Prints one sample while it is drawn, or several samples one after another."""
     sampling.check()
     if not workdir:
-        raise errors.UsageError("--workdir is missing; give that of a trained run")
+        raise errors.UsageError("--workdir is missing; give the workdir of a trained run")
     model = trained_model.load(workdir)
     drawn = model.draw(sampling, prompt)
     prompt_ids = text_sampling.encode_prompt(model.vocabulary, prompt)

@@ -43,12 +43,12 @@ def read_splits(
     known = loaded.info.get("corpus", {})
     changed = [split for split in known if known[split] != task.digests.get(split, known[split])]
     if changed:
-        # Another text may be scored on purpose, but its scores must not pass for those of the run.
+        # Another text may be scored on purpose, but its scores must not be mistaken for the run's.
         origin["changed_splits"] = ",".join(changed)
         logging.warning(
-            "the corpus %s is not the one that the run in %s was trained on: the text of %s is "
-            "another, and scores are of the text that is here now; it may have lines in its valid "
-            "and test that were trained on",
+            "the corpus %s is not the one that the run in %s was trained on: the text of %s has "
+            "changed. Scores are those of the text as it is now, whose valid and test splits may "
+            "contain lines that were trained on",
             options["name"],
             loaded.info["workdir"],
             " and ".join(changed),

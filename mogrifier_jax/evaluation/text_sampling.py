@@ -1,4 +1,4 @@
-"""How text is drawn: the options, and the program that draws a few tokens of every sample.
+"""Samples text: the options, such as temperature and top_p, and the program that draws tokens.
 
 Axes: B samples, V vocabulary. A dispatch takes CHUNK steps, each of which draws a token and reads
 it. As long as the prompt lasts, a step reads the token of the prompt instead, so the same program

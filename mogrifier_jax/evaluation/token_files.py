@@ -14,14 +14,14 @@ import numpy as np
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.data import vocabularies
-from mogrifier_jax.training import atomic_files, evaluate
+from mogrifier_jax.training import atomic_files, scoring
 
 ARRAYS = {"tokens": files.Array("iu", 1), "nats": files.Array("f", 1), "about": files.Array("U", 0)}
 
 
 def write_tokens(
     path: str | os.PathLike,
-    scores: evaluate.TokenScores,
+    scores: scoring.TokenScores,
     vocab: vocabularies.Vocabulary | str,
     **about: Any,
 ) -> None:
@@ -36,12 +36,12 @@ def write_tokens(
         )
 
 
-def read_tokens(path: str | os.PathLike) -> tuple[evaluate.TokenScores, dict[str, Any]]:
+def read_tokens(path: str | os.PathLike) -> tuple[scoring.TokenScores, dict[str, Any]]:
     """The scores in a token file, and its `about`."""
     remedy = "give .npz files that --mode=evaluate has written"
     arrays = files.read_arrays(path, ARRAYS, remedy)
     about = files.parse_json(str(arrays["about"]), {"vocabulary": str}, f"{path}: about", remedy)
-    scores = evaluate.TokenScores(arrays["tokens"], arrays["nats"])
+    scores = scoring.TokenScores(arrays["tokens"], arrays["nats"])
     if len(scores.tokens) != len(scores.nats) or not len(scores.nats):
         raise errors.UsageError(
             f"{path} has {len(scores.tokens):,} tokens and {len(scores.nats):,} nats, not one for "

@@ -24,7 +24,7 @@ from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import loaded_run, loading, model_files, text_sampling
 from mogrifier_jax.nn import cells, models, stack
 from mogrifier_jax.options import Option
-from mogrifier_jax.training import checkpoints, evaluate, units
+from mogrifier_jax.training import checkpoints, scoring, units
 
 if TYPE_CHECKING:
     from mogrifier_jax.analysis import explore
@@ -47,7 +47,7 @@ class Score(NamedTuple):
     @property
     def nats_per_token(self) -> float:
         """The cross-entropy: the mean of `nats`."""
-        return evaluate.Sum(self.nats, len(self.nats)).mean()
+        return scoring.Sum(self.nats, len(self.nats)).mean()
 
     @property
     def bits_per_token(self) -> float:
@@ -98,8 +98,8 @@ class TrainedModel:
         model = loaded.model
         if isinstance(model, models.EncoderDecoder):
             raise errors.UsageError(
-                f"the run in {loaded.info['workdir']} copies sequences; give that of a language "
-                "model"
+                f"the run in {loaded.info['workdir']} copies sequences; give the workdir of a "
+                "language model"
             )
         self.config: config_dict.ConfigDict = loaded.config
         self.vocabulary: vocabularies.Vocabulary = loaded.vocabulary
@@ -168,7 +168,7 @@ class TrainedModel:
 
         Args:
           prompt: how the text begins; None starts at the beginning of a line.
-          options: those of `--mode=sample`, which `text_sampling.Sampling` lists, such as `length`,
+          options: as for `--mode=sample`; `text_sampling.Sampling` lists them, such as `length`,
             `temperature` (which divides the logits, so values below 1 sharpen) and `seed`.
         """
         unknown = options.keys() - set(text_sampling.Sampling._fields)

@@ -1,1 +1,1 @@
-"""What a run will cost on chips that are not here."""
+"""What a run will cost on chips that this machine does not have."""

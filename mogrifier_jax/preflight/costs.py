@@ -1,8 +1,8 @@
 """The costs of a compiled program, added up along its call graph.
 
 An instruction counts once for each iteration of the loops around it, and a conditional costs as
-much as its most expensive branch. A fusion has an estimate of its own, which covers everything
-inside it. The TPU compiler writes `estimated_cycles` next to the instructions that its cores
+much as its most expensive branch. A fusion has its own estimate, which covers everything inside it.
+The TPU compiler writes `estimated_cycles` next to the instructions that its cores
 execute, but not next to collectives and asynchronous copies, so these are listed with their bytes.
 GPU compilers estimate nothing, which is why the FLOPs and the memory traffic of every instruction
 are counted as well. `times.py` turns all of this into seconds.

@@ -1,10 +1,11 @@
-"""Estimates of what an experiment needs and how fast it runs on chips that are not here.
+"""Estimates the memory and the speed of an experiment on chips that this machine does not have.
 
 `examine` compiles the program that training runs, `log_every` steps in one dispatch, with the
 shardings of `partitioning.py` on the described chips, and reports every number for one of these
 steps. It also compiles the programs of the evaluation before each turn, because their time is part
 of the whole and because a run fits only if they fit next to the training state. No data are needed:
-an abstract task stands in for them.
+an abstract task (`data/abstract_tasks.py`) takes their place. `times.py` and `schedules.py` turn a
+compiled program into seconds.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.data import abstract_tasks, tasks
 from mogrifier_jax.nn import models, plans
 from mogrifier_jax.preflight import costs, flops, memory, schedules, targets, times, topologies
-from mogrifier_jax.training import evaluate, programs, runs, steps
+from mogrifier_jax.training import programs, runs, scoring, steps, turn_evaluation
 
 NO_SCHEDULE = (
     "the TPU compiler wrote no schedule that can be read, so the time is the sum of its own "
@@ -316,12 +317,16 @@ def _evaluation(
         return _Evaluation(held, 0.0, (0.0, 0.0))
     turn, settings = programs.make_turn_evaluation(made), made.config.evaluation
     valid = turn.whole("valid")
-    passes = 0 if settings.softmax_temperature else len(evaluate.TEMPERATURES) // evaluate.AT_ONCE
+    passes = (
+        0
+        if settings.softmax_temperature
+        else len(turn_evaluation.TEMPERATURES) // turn_evaluation.AT_ONCE
+    )
     short = settings.train_windows + passes * turn.search_windows
-    whole = evaluate.limit_windows(valid.plan, settings.max_windows)
+    whole = scoring.limit_windows(valid.plan, settings.max_windows)
     needed, seconds, lower, upper = held, 0.0, 0.0, 0.0
     for each_pass, temperatures, windows in (
-        (turn.search, evaluate.AT_ONCE, short),
+        (turn.search, turn_evaluation.AT_ONCE, short),
         (valid, 1, whole),
     ):
         plan, chunk = each_pass.plan, each_pass.chunk
@@ -331,7 +336,7 @@ def _evaluation(
             carry = partitioning.with_shardings({"carry": carry}, made.mesh)["carry"]
         # The number of windows is a constant here, which makes the trip count of the loop known.
         run = functools.partial(
-            evaluate.score_windows,
+            scoring.score_windows,
             count=chunk,
             model=made.model,
             batch_at=plan.batch_at,

@@ -1,4 +1,4 @@
-"""`--mode=preflight`: whether a run fits on chips that are not here, and how fast it will be.
+"""`--mode=preflight`: prints whether a run fits on chips of a kind, and how fast it will be.
 
     python -m mogrifier_jax.main --mode=preflight --config=experiments/enwik8.py --topology=v5e:2x2
 

@@ -1,4 +1,4 @@
-"""The schedules that the TPU compiler made for a program, as a second estimate of its time.
+"""A second estimate of a program's time on TPUs, from the schedules that the compiler made for it.
 
 With the flags below, which are undocumented, the compiler writes the bundles of each instruction to
 a listing of its own (`listings.py`), and one listing, called TLP, for the program that calls them.

@@ -1,7 +1,8 @@
-"""Seconds that the costs of a program take on given chips.
+"""Estimates the time of a compiled program on TPUs and GPUs from its costs.
 
-For TPUs these are the compiler's own cycles at the clock of the chip. For GPUs, whose compilers
-estimate nothing, they are the sum of the rooflines of all kernels.
+For TPUs it is the compiler's own estimate in cycles, at the clock of the chip; `schedules.py` has
+another estimate. For GPUs, whose compilers estimate nothing, it is the sum of the rooflines of all
+kernels.
 """
 
 from mogrifier_jax.preflight import chips, costs, targets

@@ -264,7 +264,7 @@ def find_damage(trial: FrozenTrial, number: int, ranges: Mapping[str, studies.Ra
 
 
 def folder_in(trial: FrozenTrial | optuna.Trial) -> str:
-    """The folder of a trial, which is that of the trial that it continues, if any."""
+    """The folder of a trial; a trial that continues another one has the same folder."""
     return trial.user_attrs.get("folder", trials.folder_of(trial.number))
 
 

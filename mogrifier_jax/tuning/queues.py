@@ -1,7 +1,8 @@
 """Opens the queue that hands out the trials of a study.
 
-`optuna_queue.py` has that of Optuna's storages, and `vizier_queue.py` that of a Vizier service. A
-storage that has lost trials is refused, so that a study never starts again from nothing.
+`optuna_queue.py` has the queue of Optuna's storages, and `vizier_queue.py` the queue of a Vizier
+service. A storage that has lost trials is refused, so that a study never starts from scratch by
+mistake.
 """
 
 import os
@@ -39,9 +40,9 @@ def open_queue(
     Args:
       study: what is tuned.
       workdir: the folder of the study.
-      name: that of the study in the storage.
+      name: the name of the study in the storage.
       num_trials: how many trials the study is to have, of all workers together.
-      seed: that of the sampler.
+      seed: the seed of the sampler.
       storage: an SQLAlchemy URL, a journal file, or vizier://host:port; by default an SQLite file
         in the workdir.
       sampler: one of `samplers.SAMPLERS`; a Vizier service has its own.

@@ -1,4 +1,4 @@
-"""Passwords of storages, which no message may show."""
+"""Removes the passwords of storages from messages."""
 
 import re
 import urllib.parse

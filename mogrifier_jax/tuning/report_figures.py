@@ -107,7 +107,7 @@ def draw_learning_curves(records: Sequence[trials.Record], unit: str, folder: pa
             label += units.show(best.nats, unit)
         axes.plot(*points, label=None if label in drawn else label, **style)
         drawn.add(label)
-    # The first evaluation is that of untrained weights, far above all others.
+    # The first evaluation is of untrained weights, far above all others.
     shown = np.concatenate([nats[1:] if len(nats) > 1 else nats for _, (_, nats) in curves])
     low, high = shown.min(), np.quantile(shown, 0.98, method="lower")
     margin = 0.05 * (high - low) or 0.1

@@ -1,6 +1,6 @@
-"""What suggests the settings of a trial, and what stops a trial early.
+"""The samplers that suggest the settings of trials, and the pruner that stops trials early.
 
-These are Optuna's samplers and its median pruner, with two changes: suggestions are reproducible,
+They are Optuna's samplers and its median pruner, with two changes: suggestions are reproducible,
 and trials without a value count as bad ones instead of being ignored.
 """
 

@@ -1,6 +1,6 @@
 """Opens the storages in which Optuna keeps the trials of a study.
 
-A storage is an SQLAlchemy URL, such as sqlite:///study.db or that of a PostgreSQL server, or the
+A storage is an SQLAlchemy URL, such as sqlite:///study.db or the URL of a PostgreSQL server, or the
 path of a journal file on a disk that all workers can access. `queues.py` decides between these and
 a Vizier service.
 """
@@ -34,10 +34,10 @@ def open_study(
 
     Args:
       storage: an SQLAlchemy URL, or the path of a journal file.
-      name: that of the study in the storage.
+      name: the name of the study in the storage.
       about: plain values that must be the same for all workers.
       sampler: one of `samplers.SAMPLERS`.
-      seed: that of the sampler.
+      seed: the seed of the sampler.
       pruner: None if no trial is to be pruned.
       known: how messages name a study that must exist already; None if it may be new.
     """

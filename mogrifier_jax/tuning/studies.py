@@ -43,7 +43,7 @@ PAPER: dict[str, tuple[str, files.JsonObject]] = {
     "dyneval_character": ("dynamic_evaluation_character", {}),
     "dyneval_word": ("dynamic_evaluation_word", {}),
 }
-# What a storage keeps about a study, to be compared with that of each worker.
+# What a storage keeps about a study, with which each worker compares its own settings.
 SAVED_SCHEMA = {"study?": {"name": str, "ranges": dict, "fixed": dict}, "config?": dict}
 # Studies of arXiv:2211.01848, and the ranges in paper_results.json from which they are derived.
 CIRCLING_BACK = {"circling_back": "all_but_enwik8", "circling_back_enwik8": "enwik8"}
@@ -189,7 +189,7 @@ def check(study: Study) -> None:
 def configure(
     study: Study, config: config_dict.ConfigDict, params: Mapping[str, float]
 ) -> config_dict.ConfigDict:
-    """The config of a trial: that of the experiment with the values of the trial."""
+    """The config of a trial: the config of the experiment with the values of the trial."""
     tried = copy.deepcopy(config)  # A deep copy keeps the types of values that are None.
     with tried.unlocked():
         for name, value in {**study.fixed, **params}.items():

@@ -1,4 +1,4 @@
-"""Trials that train a model: each is a run like any other, in a folder of its own."""
+"""Trials that train a model: each is a run like any other, in its own folder."""
 
 import json
 import os
@@ -119,12 +119,12 @@ def plain_config(config: config_dict.ConfigDict) -> files.JsonObject:
 
 
 def check_corpus(workdir: str, digests: Mapping[str, str]) -> None:
-    """Refuses to go on with a study whose trials were trained on another text."""
+    """Refuses to continue a study whose trials were trained on another text."""
     for folder in sorted(pathlib.Path(workdir, "trials").glob("*")):
         before = workdirs.corpus_digests(checkpoints.read_fingerprint(folder))
         if changed := [split for split in before if digests.get(split) != before[split]]:
             raise errors.UsageError(
                 f"the corpus is not the one of the trial in {folder}: the text of "
-                f"{', '.join(changed)} is another, so new trials could not be compared with it; "
+                f"{', '.join(changed)} has changed, so new trials could not be compared with it; "
                 "restore the text, or use another --storage and --workdir for a new study"
             )

@@ -32,7 +32,7 @@ class Trial(Protocol):
 
     @property
     def folder(self) -> str:
-        """Its workdir, as a path below that of the study."""
+        """Its workdir, as a path below the workdir of the study."""
 
     def report(self, turn: int, value: float) -> schedule.Stop | None:
         """Notes the best value so far; returns why the trial should stop, or None."""

@@ -41,10 +41,10 @@ def tune(
     """Tunes the training of a config, and returns the records of all trials.
 
     Args:
-      config: that of the experiment.
+      config: the config of the experiment.
       workdir: the folder of the study.
       study: the name of a study, or a JSON file.
-      name: that of the experiment in the storage.
+      name: the name of the experiment, with which the name of the study in the storage begins.
       num_trials: how many trials the study is to have, of all workers together.
       prune: whether trials worse than the median are stopped.
       where: the storage and the sampler, as `queues.open_queue` takes them.
@@ -72,14 +72,14 @@ def tune_dyneval(
     """Tunes dynamic evaluation of a trained run on its validation set.
 
     Args:
-      run: the workdir of the run; that of the study is `dyneval_study` in it.
-      options: those of evaluation. `options.dyneval.parallel` trials run side by side, each with
-        its own adapting weights.
+      run: the workdir of the run. The study has a folder in it, `dyneval_study`.
+      options: the options of evaluation. `options.dyneval.parallel` trials run side by side, each
+        with its own adapting weights.
       num_trials: how many trials the study is to have, of all workers together.
       where: the storage and the sampler, as `queues.open_queue` takes them.
     """
     check_numbers(num_trials)
-    errors.check(run != "", "--workdir is missing; give that of a trained run")
+    errors.check(run != "", "--workdir is missing; give the workdir of a trained run")
     eval_options.check(options)
     executor = dyneval_trials.DynevalTrials(run, options)
     tuned = studies.load(f"dyneval_{'word' if executor.unit == 'ppl' else 'character'}")

@@ -19,15 +19,15 @@ from mogrifier_jax import errors
 from mogrifier_jax.training import processes, signals, units
 from mogrifier_jax.tuning import report, storages, studies, trials
 
-POLL_SECONDS = 2.0  # How often a worker without a trial looks at those of the others.
+POLL_SECONDS = 2.0  # How often a worker without a trial looks whether the others are done.
 
 
 class Executor(Protocol):
     """Runs trials, and notes the value of each trial or why it has none."""
 
     unit: str  # Of scores in reports: "ppl", "bpc" or "bpb".
-    at_once: int  # How many trials it is given at a time.
-    shared: tuple[str, ...]  # The settings that are the same in all trials of that time.
+    at_once: int  # How many trials it runs at a time.
+    shared: tuple[str, ...]  # The settings that all trials of one time must have in common.
 
     def run(self, asked: Sequence[trials.Trial]) -> None:
         """Runs these trials."""
@@ -36,7 +36,7 @@ class Executor(Protocol):
 def start_workers(flags: Sequence[str], workdir: str, parallel: int) -> None:
     """Starts several workers with these flags, and waits until the study is complete.
 
-    The output of the first worker is shown, and that of the others goes to files in the workdir.
+    The output of the first worker is shown, and the others write theirs to files in the workdir.
     """
     logs = pathlib.Path(workdir) / "workers"
     command = [sys.executable, "-m", "mogrifier_jax.main", *flags]

@@ -173,7 +173,7 @@ def test_a_page_asks_nobody_for_anything():
 @pytest.mark.parametrize(
     ("folders", "options", "words"),
     [
-        ([""], {}, "--workdir is missing; give that of a run, or two: a,b"),
+        ([""], {}, "--workdir is missing; give the workdir of a run, or two: a,b"),
         (["a", ""], {}, "--workdir is missing"),
         (["none"], {}, "workdir none does not exist"),
         (["none"], {"path": "a", "prompt": "b"}, "--text and --prompt are both given"),

@@ -5,11 +5,11 @@ import pytest
 
 from mogrifier_jax import errors
 from mogrifier_jax.analysis import token_losses
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import scoring
 
 
 def scores(tokens, nats):
-    return evaluate.TokenScores(np.array(tokens, np.int32), np.array(nats, np.float32))
+    return scoring.TokenScores(np.array(tokens, np.int32), np.array(nats, np.float32))
 
 
 def test_loss_by_frequency():

@@ -6,7 +6,7 @@ import pytest
 from mogrifier_jax import errors
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import ensembles, eval_options, evaluate_command, token_files
-from mogrifier_jax.training.evaluate import TokenScores
+from mogrifier_jax.training.scoring import TokenScores
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks, vocabularies
 from mogrifier_jax.evaluation import montecarlo
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import evaluate
+from mogrifier_jax.training import scoring
 
 WINDOW, SAMPLES = 5, 6
 DROPOUT = models.Dropout(state=0.3, output=0.4)
@@ -43,7 +43,7 @@ def make_plan(stripes=2, window=WINDOW, mesh=None):
 @functools.cache
 def deterministic(stripes=2, window=WINDOW):
     model, params = make_model()
-    return evaluate.Deterministic(model, make_plan(stripes, window), chunk=4)(params, 0.9)
+    return scoring.Deterministic(model, make_plan(stripes, window), chunk=4)(params, 0.9)
 
 
 @functools.cache
@@ -70,11 +70,11 @@ def test_the_plain_pass_gives_each_token_of_the_text_in_order():
     scores = deterministic()
     np.testing.assert_array_equal(scores.tokens, SPLIT.tokens)
     model, params = make_model()
-    sums = evaluate.Deterministic(model, make_plan()).sums(params, [0.9, 1.1])
+    sums = scoring.Deterministic(model, make_plan()).sums(params, [0.9, 1.1])
     assert sums.count == len(scores.nats)
     assert scores.mean() == pytest.approx(sums.total[0] / sums.count, rel=1e-6)
     assert abs(sums.total[1] / sums.total[0] - 1) > 1e-4
-    first = evaluate.Deterministic(model, make_plan())(params, 0.9, max_windows=1)
+    first = scoring.Deterministic(model, make_plan())(params, 0.9, max_windows=1)
     assert len(first.tokens) == 2 * WINDOW  # Not all of the text, so the order must be made.
 
 
@@ -118,7 +118,7 @@ def plain_pass(index, multiplier=1.0, window_keys=True):
         key = jax.random.fold_in(jax.random.fold_in(KEY, index), window if window_keys else 0)
         carry, nats = dropped_out_nats(params, batch, carry, rates, key)
         parts.append(np.asarray(nats))
-    return evaluate.read_targets(plan).in_order(np.stack(parts)).nats
+    return scoring.read_targets(plan).in_order(np.stack(parts)).nats
 
 
 @pytest.mark.slow

@@ -243,5 +243,7 @@ def test_prompts_of_words_and_bytes():
 def test_the_copy_task_cannot_be_sampled():
     model = models.EncoderDecoder(5, 4, 4)
     found = loaded_run.LoadedRun({}, model, VOCAB, {}, None, {"workdir": "runs/x"})
-    with pytest.raises(errors.UsageError, match="runs/x copies sequences; give that of a language"):
+    with pytest.raises(
+        errors.UsageError, match="runs/x copies sequences; give the workdir of a language"
+    ):
         trained_model.TrainedModel(found)
