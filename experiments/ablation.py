@@ -4,18 +4,18 @@ r"""Section 4 of the paper on Penn Treebank words: what makes the Mogrifier bett
         --set=rounds --seeds=1,2,3 --workdir=runs/ablation
 
 runs a set of variants, one after the other or several at once (`--parallel=4`), and draws it beside
-the paper's numbers. The same command goes on where it was stopped. One variant alone is an ordinary
-run: `--config=experiments/ablation.py:full_rank`.
+the paper's numbers. If it is stopped, the same command continues it. One variant alone is an
+ordinary run: `--config=experiments/ablation.py:full_rank`.
 
 Sets: `rounds` (figure 5 of the paper), `table` (table 3), and the hypotheses of "What the Mogrifier
 is not": `scaling`, `rank`, `optimisers`, `embeddings`, `factorisation`, `episodes`, `characters`;
 and `circling_back`: what each change of arXiv:2211.01848 does alone.
 
-A variant is a model and, if wanted, a condition and a size: `lstm,sgd,small`. All models have the
-same number of parameters. Those that gate take the tuned values of the Mogrifier, the others those
-of the LSTM (see ptb.py); the schedule is the paper's short one. `small` has the settings of
-ptb.py:small, which were tuned for both models, and two passes over the text: five minutes of a CPU
-core. `tiny` is a smoke run. Measured numbers are in RESULTS.md.
+A variant is a model and, optionally, a condition and a size: `lstm,sgd,small`. All models have the
+same number of parameters. Models that gate have the tuned values of the Mogrifier, and the others
+have the tuned values of the LSTM (see ptb.py); the schedule is the paper's short one. `small` has
+the settings of ptb.py:small, which were tuned for both models, and two passes over the text: five
+minutes of a CPU core. `tiny` is a smoke run. Measured numbers are in RESULTS.md.
 """
 
 import math
@@ -55,7 +55,7 @@ CONDITIONS = {
         model=dict(trainable_initial_state=True),
     ),
     "characters": dict(data=dict(name="ptb_char"), model=dict(tied_embeddings=False)),
-    # Of arXiv:2211.01848. Numbers that were not published are those of circling_back.py.
+    # From arXiv:2211.01848; circling_back.py says which numbers are ours.
     "samples": dict(optimizer=dict(training_samples=4)),
     "chrono": dict(model=dict(chrono_max=math.exp(3.5))),
     "cell_output": dict(model=dict(output="residual")),  # And the rate of inter-layer dropout.

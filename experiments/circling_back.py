@@ -22,13 +22,13 @@ no mixture of softmaxes, embeddings as wide as the hidden state (tied for words)
 Two-Tailed Averaging, and Chrono initialisation.
 
 Not published, so ours:
-- What was tuned: rounds, rank, learning rate, L2 penalty and dropout rates are those of the
-  Mogrifier of 2019 on the same corpus (on enwik8 for text8); `cell_output` takes over the rate of
+- What was tuned: rounds, rank, learning rate, L2 penalty and dropout rates have the values of the
+  Mogrifier of 2019 on the same corpus (on enwik8 for text8); `cell_output` has the rate of
   `inter_layer`. `chrono_max` is the middle of its range. `--mode=tune --study=circling_back` (or
   `circling_back_enwik8`) has the ranges.
 - `stagnating_evaluations`: the paper on Two-Tailed Averaging says "a few".
 - The length of a turn. Epochs are rounded to whole turns.
-- `max_restarts`: how often a run that diverges goes back to its best state, at 0.9 of the rate.
+- `max_restarts`: how often a run that diverges returns to its best state, at 0.9 of the rate.
 
 Variants: `rlstm` (default, the Mogrifier RLSTM), `mogrifier` (the Mogrifier LSTM) or `lstm`
 (no rounds, with the values of the LSTM of 2019); `ptb` (default), `wikitext2`, `ptb_char`, `enwik8`

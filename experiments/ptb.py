@@ -17,8 +17,8 @@ models are best at the same rate and dropout.
     python -m mogrifier_jax.main --mode=sweep --config=experiments/ptb.py:small --set=models \
         --seeds=1,2,3 --parallel=2 --workdir=runs/ptb_models
 
-compares both models over seeds, and `--set=rewired` the Mogrifier and `rlstm`; RESULTS.md has what
-came out. The full size has not been run.
+compares both models over seeds, and `--set=rewired` the Mogrifier and `rlstm`; RESULTS.md has the
+results. The full size has not been run.
 
 `rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of the Mogrifier; no others were
 published for it.

@@ -1,4 +1,4 @@
-r"""Reverse copy (section 4.3 of the paper): read random words, then say them backwards.
+r"""Reverse copy (section 4.3 of the paper): read random words, then repeat them backwards.
 
     python -m mogrifier_jax.main --mode=sweep --config=experiments/reverse_copy.py \
         --set=10m_1k --workdir=runs/reverse_copy
@@ -13,8 +13,8 @@ Paper, nats per token on validation data (10M parameters and 1k words, 24M and 1
     24M  Mogrifier       0.03      0.13      0.29      1.03
 
 The paper tunes learning rate, L2 penalty and embedding size for each model and length (and rounds
-and rank); it gives the sizes of the best trials at lengths 150 and 200, which are used here: the
-ratio of embedding to hidden size is that of length 150 up to there. The other values are ours.
+and rank). It gives the sizes of the best trials at lengths 150 and 200, which determine the ratio
+of embedding to hidden size here; shorter lengths have the ratio of 150. The other values are ours.
 
 Variants: a model, `mogrifier` or `lstm`; a length; a size, `10m` (default) or `24m`. `small` (500
 words, 300k parameters, both models with the same ratio) takes a minute or two on a CPU; `tiny` is a
