@@ -59,7 +59,6 @@ from mogrifier_jax import command_line, config_keys, configs, errors, main
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import (
     eval_options,
-    methods,
     model_files,
     sample_command,
     text_sampling,
@@ -670,7 +669,7 @@ def try_lines(series: Series) -> None:
         elif mode == "preflight":
             base |= {"topology": "v5e:2x2"}
         elif mode == "evaluate":
-            base |= {"eval.methods": rng.choice(methods.METHODS)}
+            base |= {"eval.methods": rng.choice(eval_options.METHODS)}
             decks += [evaluation, evaluation]
         if mode == "tune" and rng.random() < 0.25:
             base |= {"study": "dyneval", "workdir": str(reference)}

@@ -21,7 +21,7 @@ from absl.testing import flagsaver
 from experiments import pydoc
 from mogrifier_jax import command_line, configs, errors, launch, main
 from mogrifier_jax.data import corpora
-from mogrifier_jax.evaluation import eval_options, methods
+from mogrifier_jax.evaluation import eval_options
 from tests import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -167,7 +167,7 @@ def check_main(arguments):
         if config is not None:
             main.require_config()
         names = flags.FLAGS.eval.methods.split(",")
-        require(["methods"], [name for name in names if name and name not in methods.METHODS])
+        require(["methods"], [name for name in names if name and name not in eval_options.METHODS])
 
 
 @pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=str)

@@ -1,4 +1,4 @@
-"""The options of `--mode=evaluate`, set as `--eval.name=value`: types, defaults and limits.
+"""The methods and options of `--mode=evaluate`, set as `--eval.name=value`, and their limits.
 
 The command line is parsed with these options in every mode, so this module imports little.
 `methods.py` reads them.
@@ -11,12 +11,12 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, errors, options
 from mogrifier_jax.options import Option
 
+# The methods of `methods.Scorer`, in the order of tables.
+METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 # Lists are written with commas.
 OPTIONS = {
     "which": Option(str, "best", choices=("best", "latest"), meaning="the checkpoint to score"),
-    "methods": Option(
-        str, "deterministic", meaning="deterministic, mc, dyneval, mc_dyneval; empty: show results"
-    ),
+    "methods": Option(str, "deterministic", meaning=f"{', '.join(METHODS)}; empty: show results"),
     "splits": Option(str, "valid,test", meaning="the splits of the corpus to score"),
     "text": Option(str, meaning="a file to score instead of the splits"),
     "ensemble": Option(str, meaning="token files to average, and nothing else"),

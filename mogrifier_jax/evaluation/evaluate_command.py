@@ -64,8 +64,8 @@ def evaluate_workdir(folder: str, options: config_dict.ConfigDict) -> files.Json
     """Scores the run in one workdir by the chosen methods; returns its evaluation.json."""
     names = [name for name in options.methods.split(",") if name]
     for name in names:
-        if name not in methods.METHODS:
-            known = ", ".join(methods.METHODS)
+        if name not in eval_options.METHODS:
+            known = ", ".join(eval_options.METHODS)
             raise errors.UsageError(f"method {name!r} is unknown; use any of {known}")
     if not names:
         return evaluation_json.read_evaluation(folder)

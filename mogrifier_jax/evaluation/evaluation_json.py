@@ -7,7 +7,7 @@ import math
 import pathlib
 
 from mogrifier_jax import errors, files
-from mogrifier_jax.evaluation import methods, paper_tables
+from mogrifier_jax.evaluation import eval_options, methods, paper_tables
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import atomic_files, summaries, units, workdirs
 
@@ -89,7 +89,7 @@ def format_table(evaluation: files.JsonObject) -> str:
         ]
     }
     unit = evaluation["unit"]
-    for method in methods.METHODS:
+    for method in eval_options.METHODS:
         results = [result for result in evaluation["results"] if result["method"] == method]
         if not results:
             continue

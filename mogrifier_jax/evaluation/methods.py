@@ -3,7 +3,7 @@
 A method first chooses on the validation set what the options leave open: the temperature, the
 dropout multiplier, or the settings of dynamic evaluation. Then it returns a function that scores
 the text of a given name. `evaluate_command.py` calls the methods and saves their results, and
-`eval_options.py` lists the options.
+`eval_options.py` lists the names of the methods and the options.
 """
 
 import functools
@@ -22,7 +22,6 @@ from mogrifier_jax.evaluation import dyneval, eval_options, loading, montecarlo,
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import runs, scoring, turn_evaluation
 
-METHODS = ("deterministic", "mc", "dyneval", "mc_dyneval")
 TEMPERATURES = (0.5, 1.5)  # The interval that `minimise` searches,
 TOLERANCE = 1e-3  # and the width at which it stops.
 
@@ -36,7 +35,8 @@ GradientStatistics = dyneval.Statistics
 class Scorer:
     """A trained run and the texts to score.
 
-    Each method in METHODS returns the details that are kept with its results, and a ScoreFn.
+    Each method in `eval_options.METHODS` returns the details that are kept with its results, and a
+    ScoreFn.
     """
 
     def __init__(self, folder: str, options: config_dict.ConfigDict):

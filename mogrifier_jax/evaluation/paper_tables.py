@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, files
-from mogrifier_jax.evaluation import methods
+from mogrifier_jax.evaluation import eval_options
 from mogrifier_jax.training import units
 
 SPLITS = ("valid", "test")
@@ -76,7 +76,7 @@ def make_rows(evaluation: files.JsonObject) -> Iterator[list[str]]:
     workdir = f"`{evaluation['workdir']}`, step {evaluation['step']:,}"
     if not evaluation["finished"]:
         workdir += ", not ended"
-    for method in (method for method in methods.METHODS if method not in ADAPTED.values()):
+    for method in (method for method in eval_options.METHODS if method not in ADAPTED.values()):
         both = (method, ADAPTED.get(method))
         if any(name in both for name, _ in ours):
             results = [ours.get((name, split)) for name in both for split in SPLITS]

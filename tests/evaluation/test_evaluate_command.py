@@ -111,10 +111,12 @@ def test_every_method_leaves_its_rows_and_tokens(workdir):
     grid = dict(
         window=4, batch_size=16, max_windows=2, learning_rates="0,1e-4,1e-3", epsilons="1e-2"
     )
-    changes = dict(methods=",".join(methods.METHODS), splits="valid", samples=2, multipliers="0,1")
+    changes = dict(
+        methods=",".join(eval_options.METHODS), splits="valid", samples=2, multipliers="0,1"
+    )
     evaluation = evaluate(workdir, dyneval=grid, **changes)
     found = scores_of(evaluation)
-    assert set(found) == {(method, "valid") for method in methods.METHODS}
+    assert set(found) == {(method, "valid") for method in eval_options.METHODS}
     rows = {row["method"]: row for row in evaluation["results"]}
     # Each picked the better of two, of which one is the deterministic pass.
     for method in ("mc", "dyneval"):
@@ -128,7 +130,7 @@ def test_every_method_leaves_its_rows_and_tokens(workdir):
         assert about["method"] == method
     assert (workdir / "dyneval" / "statistics_B16_T4.npz").exists()
     table = evaluation_json.format_table(evaluation)
-    assert all(f"── {method} ─" in table for method in methods.METHODS)
+    assert all(f"── {method} ─" in table for method in eval_options.METHODS)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import numpy as np
 
 from experiments import pydoc
-from mogrifier_jax.evaluation import eval_options, evaluate_command, methods, paper_tables
+from mogrifier_jax.evaluation import eval_options, evaluate_command, paper_tables
 from mogrifier_jax.training import workdirs
 
 
@@ -41,7 +41,7 @@ def test_markdown_sets_our_numbers_beside_the_papers(tmp_path, capsys):
 
 
 def test_a_method_that_the_paper_lacks_has_a_row_of_its_own(monkeypatch):
-    monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, "new"))
+    monkeypatch.setattr(eval_options, "METHODS", (*eval_options.METHODS, "new"))
     nats = {("deterministic", "test"): 1.0, ("dyneval", "test"): 2.0, ("new", "test"): 3.0}
     evaluation = fake_evaluation("a", "ptb", "lstm", "1k", "nats", nats)
     first, second = (row[2:-1] for row in paper_tables.make_rows(evaluation))
