@@ -1,4 +1,4 @@
-"""Markdown: tables, and documents with sections between comments that a command replaces.
+"""Markdown tables, and the sections of a Markdown document that `--report` replaces.
 
 A document such as RESULTS.md has sections like
 

@@ -1,4 +1,4 @@
-"""Exact division of index * factor, where the product does not fit into 32 bits."""
+"""Exact division of a product that does not fit into 32 bits, for positions in long texts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A random permutation of the examples of every epoch, computed for each example by itself.
+"""Shuffles the examples of every epoch by a permutation that is computed, not stored.
 
 Letters: B batch, N examples, K epochs that meet in one batch, R rounds of the shuffle. Neither the
 permutation nor a position in it is stored: the examples of a batch are a pure function of a key and

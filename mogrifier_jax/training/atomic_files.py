@@ -1,4 +1,4 @@
-"""How small files are written: whole or not at all, by one process at a time.
+"""Writes small files atomically, whole or not at all, and locks them against other processes.
 
 `replacing` writes every small file of the package, `writing_output` what people name themselves.
 `locked` excludes other writers. `files.py` reads files back.

@@ -1,7 +1,7 @@
-"""TrainState and the pure functions that advance it: one step, and many in one dispatch.
+"""TrainState and the train step, which resets carries, computes gradients and updates weights.
 
-A step resets the carry of some stripes, computes gradients, updates the weights, and adds these to
-their average. `optimizers.py` has the update rules, and `averaging.py` the averages.
+Both `train_step` and `train_steps`, which makes many steps in one dispatch, are pure functions of
+the state. `optimizers.py` has the update rules, and `averaging.py` the averages of the weights.
 
 Axes: B stripes, D dropout samples of a stripe, T time, N groups of stripes whose gradients are
 accumulated, S steps. Numbers that are tuned are traced (`Hyperparameters`); whatever determines
