@@ -162,13 +162,14 @@ def describe_unused_accelerator() -> str | None:
     if os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
         return None  # Either the user has chosen, or JAX has found it.
     if any(pathlib.Path("/dev").glob("accel*")) or "TPU_ACCELERATOR_TYPE" in os.environ:
-        found, extra = "a TPU", "tpu"
+        accelerator, extra = "a TPU", "tpu"
     elif driver := _nvidia_driver():
-        found, extra = "an NVIDIA GPU", "cuda13" if driver >= _CUDA_13_DRIVER else "cuda12"
+        accelerator = "an NVIDIA GPU"
+        extra = "cuda13" if driver >= _CUDA_13_DRIVER else "cuda12"
     else:
         return None
     return (
-        f"this machine has {found}, which JAX does not use, so the run is on the CPU; "
+        f"this machine has {accelerator}, which JAX does not use, so the run is on the CPU; "
         f'pip install "mogrifier_jax[{extra}]", or set JAX_PLATFORMS=cpu to hide this'
     )
 

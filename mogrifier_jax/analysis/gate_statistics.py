@@ -20,7 +20,7 @@ import optax
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.data import tasks, vocabularies
-from mogrifier_jax.nn import models
+from mogrifier_jax.nn import models, stack
 from mogrifier_jax.training import scoring
 
 LSTM_GATES = ("f", "i", "o")
@@ -255,7 +255,7 @@ class GateAnalysis:
         carry = model.zero_carry(plan.batch_size) if plan.carries else None
         windows = scoring.limit_windows(plan, max_windows)
 
-        def read(carry, index, _):
+        def read(carry: Any, index: int, _: int) -> tuple[Any, Any]:
             sums, after = self._step(params, plan.stream, carry, index)
             return sums, after if plan.carries else None
 
@@ -264,9 +264,18 @@ class GateAnalysis:
         return report
 
 
-def read_window(params, stream, carry, index, *, model, batch_at):
+def read_window(
+    params: optax.Params,
+    stream: tasks.Stream,
+    carry: stack.Carries | None,
+    index: jax.Array | int,
+    *,
+    model: models.LanguageModel,
+    batch_at: tasks.BatchAt,
+) -> tuple[tuple[Any, ...], stack.Carries]:
     """The arguments of `GateReport.add` for one window, and the carry after it."""
     batch = batch_at(stream, index)
+    gates: Any  # Flax annotates the second result of `apply` as variables.
     carry, gates = model.apply({"params": params}, batch.inputs, carry, method="gates")
     valid = jnp.ones(batch.inputs.shape, bool)
     if batch.lengths is not None:

@@ -383,7 +383,7 @@ def _to_numpy(name: str, value: Any) -> np.ndarray:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = value.numpy() if value.is_complex() else value.float().numpy()
-    found = np.asarray(value)
-    if found.dtype.kind not in "biufV":  # V: bfloat16 and its like.
-        raise errors.UsageError(f"{name} holds {found.dtype}; weights are real numbers")
-    return found.astype(np.float32)
+    array = np.asarray(value)
+    if array.dtype.kind not in "biufV":  # V: bfloat16 and the like.
+        raise errors.UsageError(f"{name} holds {array.dtype}; weights are real numbers")
+    return array.astype(np.float32)

@@ -41,9 +41,9 @@ def writing_output(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 
     A file of a workdir is never a device: what is written there must be there afterwards.
     """
-    there = pathlib.Path(path)
-    if there.exists() and not there.is_file():
-        with files.open_to_write(there) as file:
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file():
+        with files.open_to_write(path) as file:
             yield file
         return
     with replacing(path) as file:
@@ -113,8 +113,8 @@ def check_output(path: str | os.PathLike | None, flag: str) -> None:
             files.open_to_write(path, os.O_APPEND).close()
         if not path.exists() or path.is_file():
             folder = path.absolute().parent
-            there = next(place for place in (folder, *folder.parents) if place.exists())
-            tempfile.TemporaryFile(dir=there).close()
+            existing = next(each for each in (folder, *folder.parents) if each.exists())
+            tempfile.TemporaryFile(dir=existing).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise errors.UsageError(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mogrifier_jax import errors
@@ -108,10 +109,10 @@ def _none() -> Averaging:
 def _triggered() -> Averaging:
     """The tail average of the paper's experiments: from a chosen step to the end."""
 
-    def value(state, params):
+    def value(state: TriggeredState, params: optax.Params) -> optax.Params:
         return _value(state.average, params)
 
-    def update(state, params):
+    def update(state: TriggeredState, params: optax.Params) -> TriggeredState:
         added = _add(state.average, params)
         return state._replace(average=_where(state.on, added, state.average))
 
@@ -128,10 +129,12 @@ def _triggered() -> Averaging:
 def _two_tailed() -> Averaging:
     """Two-Tailed Averaging (arXiv:2209.12581), which needs no trigger."""
 
-    def candidates(state, params):
+    def candidates(state: TwoTailedState, params: optax.Params) -> tuple[optax.Params, ...]:
         return _value(state.short, params), _value(state.long, params)
 
-    def after_evaluation(state, short_xe, long_xe):
+    def after_evaluation(
+        state: TwoTailedState, short_xe: ArrayLike, long_xe: ArrayLike
+    ) -> TwoTailedState:
         switch = jnp.asarray(short_xe) <= jnp.asarray(long_xe)
         empty = optax.tree.zeros_like(state.short)
         return TwoTailedState(
@@ -159,26 +162,26 @@ def _watched_tails(stagnating_evaluations: int) -> Averaging:
     if they are better than the long tail. If they always were, both tails restart.
     """
 
-    def fresh():
+    def fresh() -> Watch:
         return Watch(jnp.asarray(jnp.inf, jnp.float32), jnp.zeros([], jnp.int32))
 
-    def watch(before, xe):
+    def watch(before: Watch, xe: jax.Array) -> Watch:
         improved = xe < before.best
         return Watch(jnp.where(improved, xe, before.best), jnp.where(improved, 0, before.stale + 1))
 
-    def init(params):
+    def init(params: optax.Params) -> WatchedTailsState:
         zero, no = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
         return WatchedTailsState(_empty(params), _empty(params), fresh(), fresh(), zero, no)
 
-    def update(state, params):
+    def update(state: WatchedTailsState, params: optax.Params) -> WatchedTailsState:
         return state._replace(
             short=_add(state.short, params), long=_add(state.long, params), steps=state.steps + 1
         )
 
-    def after_evaluation(state, short_xe, long_xe, raw_xe):
-        short_xe, long_xe, raw_xe = (
-            jnp.asarray(xe, jnp.float32) for xe in (short_xe, long_xe, raw_xe)
-        )
+    def after_evaluation(
+        state: WatchedTailsState, *cross_entropies: ArrayLike
+    ) -> WatchedTailsState:
+        short_xe, long_xe, raw_xe = (jnp.asarray(xe, jnp.float32) for xe in cross_entropies)
         empty = optax.tree.zeros_like(state.short)
         of_short, of_long = watch(state.watch_short, short_xe), watch(state.watch_long, long_xe)
         # A tail that stagnates is not the best of the run, so the best weights are not lost.

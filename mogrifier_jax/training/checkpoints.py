@@ -341,7 +341,7 @@ class Checkpoints:
                 f"{'; '.join(differences[:5])}; restore them from a copy"
             )
 
-    def _take_over(self):
+    def _take_over(self) -> IO[str] | None:
         """Locks the folder for writing, and cleans up after a killed run."""
         lock = None
         if jax.process_index() == 0:

@@ -4,12 +4,17 @@ import array
 import math
 import os
 import pathlib
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from ml_collections import config_dict
 
 from mogrifier_jax import errors, files
 from mogrifier_jax.training import atomic_files, metrics, units, workdirs
+
+if TYPE_CHECKING:
+    from matplotlib import axes as matplotlib_axes
+    from matplotlib import figure as matplotlib_figure
 
 
 def draw(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
@@ -65,17 +70,18 @@ def read_curves(workdir: pathlib.Path) -> tuple[np.ndarray, list[files.JsonObjec
     return pairs[:, np.isfinite(pairs[1])], records
 
 
-def save_curves(axes, label: str, path: pathlib.Path) -> pathlib.Path:
+def save_curves(axes: "matplotlib_axes.Axes", label: str, path: pathlib.Path) -> pathlib.Path:
     """Labels the axes of curves over steps, and writes the picture."""
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines["top"].set_visible(False)
     axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
-    return save_figure(axes.figure, path)
+    figure: Any = axes.figure  # Which may be part of a larger figure, but is not here.
+    return save_figure(figure, path)
 
 
-def save_figure(figure, path: pathlib.Path) -> pathlib.Path:
+def save_figure(figure: "matplotlib_figure.Figure", path: pathlib.Path) -> pathlib.Path:
     """Writes a picture, whole or not at all."""
     with atomic_files.replacing(path) as file:
         figure.savefig(file, dpi=150, format="png")
@@ -89,7 +95,7 @@ def find_points(records: list[files.JsonObject], kind: str, key: str) -> np.ndar
     return pairs[:, np.isfinite(pairs[1])]
 
 
-def _mark_averaging(axes, records: list[files.JsonObject]) -> None:
+def _mark_averaging(axes: "matplotlib_axes.Axes", records: list[files.JsonObject]) -> None:
     """A line where averaging began: at the evaluation before the first averaged one."""
     start = 0
     for record in (r for r in records if r["kind"] == "eval"):
@@ -99,7 +105,7 @@ def _mark_averaging(axes, records: list[files.JsonObject]) -> None:
         start = record["step"]
 
 
-def _mark_best(axes, records: list[files.JsonObject], unit: str) -> None:
+def _mark_best(axes: "matplotlib_axes.Axes", records: list[files.JsonObject], unit: str) -> None:
     best = [r for r in records if r["kind"] == "eval" and r.get("best") and "valid_nats" in r]
     if not best:
         return
@@ -110,7 +116,7 @@ def _mark_best(axes, records: list[files.JsonObject], unit: str) -> None:
     axes.plot([step], [nats], "*", markersize=11, color="tab:red", label=label, zorder=3)
 
 
-def _limit(axes, *curves: np.ndarray) -> None:
+def _limit(axes: "matplotlib_axes.Axes", *curves: np.ndarray) -> None:
     """Leaves out the first fall of the loss, which would flatten all the rest."""
     curves = tuple(nats for nats in curves if nats.size)
     low = min(nats.min() for nats in curves)
@@ -119,16 +125,16 @@ def _limit(axes, *curves: np.ndarray) -> None:
     axes.set_ylim(low - margin, high + 3 * margin)
 
 
-def _add_right_axis(axes, unit: str) -> None:
+def _add_right_axis(axes: "matplotlib_axes.Axes", unit: str) -> None:
     """The same scale in perplexity or bits, with ticks at round values."""
     from matplotlib import ticker
 
-    def to_nats(score):
+    def to_nats(score: Any) -> Any:
         if unit == "ppl":
             return np.log(np.maximum(score, 1e-9))  # A tick at 0 is asked for, and not shown.
         return score * math.log(2)
 
-    to_score = np.exp if unit == "ppl" else units.bits
+    to_score: Any = np.exp if unit == "ppl" else units.bits
     right = axes.secondary_yaxis("right", functions=(to_score, to_nats))
     right.set_ylabel("perplexity" if unit == "ppl" else f"bits per token ({unit})")
     low, high = axes.get_ylim()

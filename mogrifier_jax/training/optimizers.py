@@ -36,11 +36,13 @@ def scale_by_adam_eps_hat(
     optax.scale_by_adam adds eps after bias correction instead. With b1 = 0 no first moment is kept.
     """
 
-    def init(params):
+    def init(params: optax.Params) -> AdamState:
         mu = optax.tree.zeros_like(params) if b1 else ()
         return AdamState(jnp.zeros([], jnp.int32), mu, optax.tree.zeros_like(params))
 
-    def update(gradients, state, params=None):
+    def update(
+        gradients: optax.Updates, state: AdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, AdamState]:
         del params
         steps = state.steps + 1
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g**2, state.nu, gradients)
@@ -60,7 +62,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     NaN everywhere is intended, because the run then stops instead of continuing from a broken step.
     """
 
-    def update(gradients, state, params=None):
+    def update(
+        gradients: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         del params
         norm = optax.tree.norm(gradients)
         factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)

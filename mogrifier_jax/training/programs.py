@@ -8,6 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from mogrifier_jax import partitioning
+from mogrifier_jax.data import tasks
 from mogrifier_jax.training import runs, steps, turn_evaluation
 
 
@@ -35,7 +36,9 @@ def jit_train_steps(run: runs.Run) -> jax.stages.Wrapped:
     """
     shardings = shardings_of(run.abstract_state())
 
-    def train_steps(state, stream, hyper, num_steps):
+    def train_steps(
+        state: steps.TrainState, stream: tasks.Stream, hyper: steps.Hyperparameters, num_steps: int
+    ) -> tuple[steps.TrainState, dict[str, jax.Array]]:
         # The plan of the recurrence depends on the number of rows that a device has.
         with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
             return steps.train_steps(state, stream, hyper, program=run.program, num_steps=num_steps)

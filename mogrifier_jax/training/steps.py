@@ -87,7 +87,9 @@ def train_step(
     carry = by_stripe(carry, program.training_samples)
     groups = program.accumulate
 
-    def loss_fn(params, batch, carry, group):
+    def loss_fn(
+        params: optax.Params, batch: tasks.Batch, carry: stack.Carries, group: jax.Array | int
+    ) -> tuple[jax.Array, tuple[stack.Carries, jax.Array]]:
         rngs = {"dropout": jax.random.fold_in(dropout_key, group)}
         carry, nats = sampled_nats(program, params, batch, carry, hyper.dropout, rngs)
         # A sum over time, as in lamb, which is the scale of clipping and of the L2 penalty.
@@ -98,11 +100,11 @@ def train_step(
         grads, (carry, nats) = grad_fn(state.params, batch, carry, 0)
     else:
 
-        def add_group(total, inputs):
+        def add_group(total: optax.Updates, inputs: Any) -> tuple[optax.Updates, Any]:
             grads, (carry, nats) = grad_fn(state.params, *inputs)
             return jax.tree.map(jnp.add, total, grads), (carry, nats)
 
-        def sum_of_losses(params, inputs):
+        def sum_of_losses(params: optax.Params, inputs: Any) -> tuple[jax.Array, Any]:
             losses, aux = jax.vmap(functools.partial(loss_fn, params))(*inputs)
             return losses.sum(), aux
 
@@ -165,7 +167,7 @@ def sampled_nats(
 def repeat_rows(tree: PyTree, count: int) -> PyTree:
     """[B, ...] to [B D, ...]; copies of a row are adjacent, so that they share its device."""
 
-    def repeat(a):
+    def repeat(a: jax.Array) -> jax.Array:
         return jnp.broadcast_to(a[:, None], (a.shape[0], count, *a.shape[1:])).reshape(
             -1, *a.shape[1:]
         )
@@ -195,7 +197,7 @@ def train_steps(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Many steps in one dispatch, with windows sliced on the device; metrics are [S]."""
 
-    def body(state, _):
+    def body(state: TrainState, _: None) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = program.batch_at(stream, state.step)
         return train_step(state, batch, hyper, program=program)
 
