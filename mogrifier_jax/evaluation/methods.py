@@ -41,6 +41,10 @@ class Scorer:
 
     def __init__(self, folder: str, options: config_dict.ConfigDict):
         self.folder, self.options = folder, options
+        # The corpus is read at most once, all methods share the gradient statistics, and compiled
+        # programs are used again. The caches belong to this scorer, so they are freed with it.
+        for name in ("read_corpus", "sampler", "adapter", "compute_statistics"):
+            setattr(self, name, functools.cache(getattr(self, name)))
         self._fixed_temperature = eval_options.parse_temperature(options.temperature)
         self.mesh = partitioning.make_mesh()
         self.loaded = loading.load_run(folder, options.which, self.mesh)
@@ -59,7 +63,6 @@ class Scorer:
         self.dropout = runs.make_dropout(self.model, **config.dropout)
         self.key = jax.random.key(options.seed)
 
-    @functools.cache  # noqa: B019  The corpus is read at most once.
     def read_corpus(self) -> scored_texts.ScoredTexts:
         """Reads the corpus of the run, of which a file to score needs only the statistics."""
         return scored_texts.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
@@ -178,7 +181,6 @@ class Scorer:
             self.task, name, self.batch_size, lines
         )
 
-    @functools.cache  # noqa: B019  One sampler serves all multipliers and temperatures.
     def sampler(self, name: str, stripes: int, window: int) -> montecarlo.MonteCarlo:
         """Monte-Carlo dropout over a text, set up from the options."""
         return montecarlo.MonteCarlo(
@@ -192,7 +194,6 @@ class Scorer:
             mesh=self.mesh,
         )
 
-    @functools.cache  # noqa: B019  Scores and the check for chaos share a compiled program.
     def adapter(self, name: str, count: int, dropout: models.Dropout | None = None) -> Adapter:
         """Dynamic evaluation of a text as one stream, with `count` adaptations."""
         plan = self.task.plan(name, 1, window=self.options.dyneval.window)
@@ -206,7 +207,6 @@ class Scorer:
             mesh=mesh,
         )
 
-    @functools.cache  # noqa: B019  All methods need the same statistics.
     def compute_statistics(self) -> GradientStatistics:
         """Gradient statistics from a pass over the training text, or from the workdir."""
         options, corpus = self.options.dyneval, self.read_corpus().task
