@@ -639,7 +639,10 @@ WORK = (
     ),
     "tuning.worker:start_workers",
     *("training.scoring:Deterministic.__call__", "training.scoring:Deterministic.sums"),
-    *("evaluation.montecarlo:MonteCarlo.__call__", "evaluation.dyneval:cached_statistics"),
+    *(
+        "evaluation.montecarlo:MonteCarlo.__call__",
+        "evaluation.gradient_statistics:read_or_compute",
+    ),
     *("analysis.sweeps:run_in_turn", "analysis.sweeps:run_in_parallel"),
     *("analysis.inspection:measure", "analysis.explore_data:read", "preflight.flops:count_flops"),
 )

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import timing
 from mogrifier_jax.data import tasks, vocabularies
-from mogrifier_jax.evaluation import dyneval, montecarlo
+from mogrifier_jax.evaluation import dyneval, gradient_statistics, montecarlo
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import scoring
 
@@ -73,7 +73,7 @@ def dynamic_contenders(size: Size, settings: int = 1):
     plan = make_plan(size)
     # Any statistics will do.
     ones = jax.tree.map(jnp.ones_like, params)
-    statistics = dyneval.Statistics(ones, jnp.float32(1), np.zeros(1))
+    statistics = gradient_statistics.Statistics(ones, jnp.float32(1), np.zeros(1))
     whole = dyneval.DynamicEvaluation(model, plan, statistics)
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -8,35 +8,29 @@ After each window has been scored, every weight θ is updated by this rule:
 
 g is the gradient of the window's summed nats, θ₀ is the trained weight, and η, ρ, ε are the numbers
 of `UpdateRule`. RMS is the root mean square of the gradient over windows of the training text, and
-m is the mean of RMS over all weights. Computing these statistics takes a pass over much of the
-training text, so they are saved in the workdir, with a digest of themselves and of everything that
-they depend on. Adaptations differ in their update rules or in their dropout masks. Each has its own
-weights and its own state, and the mesh axis "data" splits them.
+m is the mean of RMS over all weights (`gradient_statistics.py`). Adaptations differ in their update
+rules or in their dropout masks. Each has its own weights and its own state, and the mesh axis
+"data" splits them.
 """
 
-import functools
 import math
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from mogrifier_jax import errors, files, partitioning
+from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import tasks
-from mogrifier_jax.evaluation import array_digests, loaded_run, montecarlo
+from mogrifier_jax.evaluation import gradient_statistics, loaded_run, montecarlo
 from mogrifier_jax.nn import models, stack
-from mogrifier_jax.training import atomic_files, scoring, state_arrays
+from mogrifier_jax.training import scoring
 
 BLOCK_BYTES = 1 << 31  # About how much memory adaptations side by side may use on each device.
 COPIES = 4  # Weight-sized arrays of one adaptation: weights, gradient, temporaries.
-MAX_WINDOWS = 500  # Windows of the gradient statistics, as in the paper.
 # Adaptations whose learning rates differ by the factor ROUNDING differ by a few rounding errors.
 # If their scores differ by more than CHAOTIC_NATS within ROUNDING_WINDOWS windows, scores depend on
 # rounding, and another machine or another version of a library will compute different ones.
@@ -45,14 +39,6 @@ ROUNDING_WINDOWS = 256
 CHAOTIC_NATS = 1e-3
 
 Params = loaded_run.Params
-
-
-class Statistics(NamedTuple):
-    """Root mean squares of the gradients over the training text."""
-
-    rms: Params  # A tree like the weights.
-    mean: jax.Array  # m: the mean of `rms` over all weights.
-    losses: np.ndarray | None  # [windows]: the mean over stripes of the summed nats.
 
 
 class UpdateRule(NamedTuple):
@@ -90,7 +76,7 @@ class DynamicEvaluation:
         self,
         model: loaded_run.Model,
         plan: tasks.Plan,
-        statistics: Statistics,
+        statistics: gradient_statistics.Statistics,
         *,
         dropout: models.Dropout | None = None,
         parallel: int | None = None,
@@ -233,7 +219,7 @@ class DynamicEvaluation:
     def _adapt(
         self,
         state: tuple[Params, stack.Carries],
-        start: tuple[Params, Statistics],
+        start: tuple[Params, gradient_statistics.Statistics],
         stream: tasks.Stream,
         first: jax.Array,
         count: jax.Array,
@@ -291,7 +277,11 @@ def vmap_or_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def update_weights(
-    adapted: Params, params: Params, grads: Params, statistics: Statistics, rule: UpdateRule
+    adapted: Params,
+    params: Params,
+    grads: Params,
+    statistics: gradient_statistics.Statistics,
+    rule: UpdateRule,
 ) -> Params:
     """Applies the rule at the top of this module to every weight."""
 
@@ -311,137 +301,3 @@ def stack_rules(rules: Sequence[UpdateRule]) -> UpdateRule:
                 "rate must be at least 0, epsilon above 0"
             )
     return UpdateRule(*(jnp.asarray(column, jnp.float32) for column in zip(*rules, strict=True)))
-
-
-def gradient_statistics(
-    model: loaded_run.Model,
-    params: Params,
-    plan: tasks.Plan,
-    *,
-    max_windows: int = MAX_WINDOWS,
-    chunk: int = 16,
-) -> Statistics:
-    """Root mean squares of the gradients over at most `max_windows` windows; no weight changes."""
-    windows = min(plan.num_windows, max_windows)
-    if windows < 1:
-        raise errors.UsageError(f"statistics over {windows} windows are undefined; take 1 or more")
-    chunk = min(chunk, windows)
-    squares = functools.partial(square_gradients, model=model, batch_at=plan.batch_at, chunk=chunk)
-    step = jax.jit(squares, donate_argnames="state")
-
-    def dispatch(state: PyTree, first: int, count: int) -> tuple[jax.Array, PyTree]:
-        return step(params, state, plan.stream, first, count)
-
-    state = jax.tree.map(jnp.zeros_like, params), scoring.zero_carry(model, plan)
-    losses = []
-    title = "gradient statistics"
-    for window_losses, after in scoring.dispatches(dispatch, state, windows, chunk, title):
-        losses.append(np.asarray(window_losses))
-        state = after
-    rms, mean = _to_rms(state[0], windows)
-    return Statistics(rms, mean, np.concatenate(losses)[:windows])
-
-
-def square_gradients(
-    params: Params,
-    state: tuple[Params, stack.Carries],
-    stream: tasks.Stream,
-    first: jax.Array,
-    count: jax.Array,
-    *,
-    model: loaded_run.Model,
-    batch_at: tasks.BatchAt,
-    chunk: int,
-) -> tuple[jax.Array, tuple[Params, stack.Carries]]:
-    """Losses [W] of `count` windows, and the state: summed squared gradients and the carry."""
-    lengths = batch_at(stream, 0).lengths
-    # Empty stripes, which fill up the mesh, do not count.
-    stripes = None if lengths is None else jnp.sum(lengths > 0)
-
-    def loss_fn(
-        params: Params, batch: tasks.Batch, carry: stack.Carries
-    ) -> tuple[jax.Array, PyTree]:
-        nats: Any  # Flax annotates the second result of `apply` as variables.
-        carry, nats = model.apply({"params": params}, batch, carry, method="batch_nats")
-        return nats.sum() / (nats.shape[0] if stripes is None else stripes), carry
-
-    def score(state: PyTree, batch: tasks.Batch, index: jax.Array) -> PyTree:
-        del index
-        squares, carry = state
-        (loss, carry), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, carry)
-        squares = jax.tree.map(lambda s, g: s + jnp.square(g), squares, grads)
-        return (squares, carry), loss
-
-    return scoring.over_windows(score, state, batch_at, stream, first, count, chunk)
-
-
-@jax.jit
-def _to_rms(squares: Params, windows: int | jax.Array) -> tuple[Params, jax.Array]:
-    rms = jax.tree.map(lambda s: jnp.sqrt(s / windows), squares)
-    leaves = jax.tree.leaves(rms)
-    return rms, sum(leaf.sum() for leaf in leaves) / sum(leaf.size for leaf in leaves)
-
-
-def cached_statistics(
-    workdir: str | os.PathLike,
-    step: int,
-    model: loaded_run.Model,
-    params: Params,
-    plan: tasks.Plan,
-    *,
-    max_windows: int = MAX_WINDOWS,
-) -> Statistics:
-    """Reads `gradient_statistics` from the workdir, or computes them and saves them there."""
-    if jax.process_count() > 1:
-        # Hosts may see different files, but either all of them must compute or none.
-        return gradient_statistics(model, params, plan, max_windows=max_windows)
-    batch, window = jax.eval_shape(plan.batch_at, plan.stream, 0).targets.shape
-    path = pathlib.Path(workdir) / "dyneval" / f"statistics_B{batch}_T{window}.npz"
-    sizes = (step, batch, window, max_windows)
-    origin = array_digests.digest_arrays(repr(sizes), state_arrays.to_arrays((params, plan.stream)))
-    statistics = _read_statistics(path, origin, params)
-    if statistics is None:
-        statistics = gradient_statistics(model, params, plan, max_windows=max_windows)
-        _write_statistics(path, origin, statistics)
-    return statistics
-
-
-_ARRAYS = {
-    "digest": files.Array("U", 0),
-    "mean": files.Array("f", 0),
-    "losses": files.Array("f", 1),
-}
-
-
-def _read_statistics(path: pathlib.Path, origin: str, params: Params) -> Statistics | None:
-    """The statistics of this origin; None if there is no such file, or it is of another origin."""
-    if not path.exists():
-        return None
-    try:
-        arrays = files.read_arrays(path, _ARRAYS, remedy="")
-    except errors.UsageError as error:
-        logging.warning("%s; the statistics are computed again", error)
-        return None
-    digest = str(arrays.pop("digest"))
-    if digest != array_digests.digest_arrays(origin, dict(sorted(arrays.items()))):
-        logging.warning(
-            "%s belongs to other weights or another text, or was changed; "
-            "the statistics are computed again",
-            path,
-        )
-        return None
-    rms = [jnp.asarray(arrays[f"rms.{name}"]) for name in state_arrays.name_leaves(params)]
-    logging.info("gradient statistics were read from %s", path)
-    rms = jax.tree.unflatten(jax.tree.structure(params), rms)
-    return Statistics(rms, jnp.asarray(arrays["mean"]), arrays["losses"])
-
-
-def _write_statistics(path: pathlib.Path, origin: str, statistics: Statistics) -> None:
-    """Writes statistics with a digest of them and of what they were computed from."""
-    arrays = {
-        f"rms.{n}": np.asarray(a) for n, a in state_arrays.name_leaves(statistics.rms).items()
-    }
-    arrays |= {"mean": np.asarray(statistics.mean), "losses": np.asarray(statistics.losses)}
-    digest = array_digests.digest_arrays(origin, dict(sorted(arrays.items())))
-    with atomic_files.replacing(path) as file:
-        np.savez(file, digest=np.array(digest), **arrays)  # type: ignore[arg-type]

@@ -18,7 +18,14 @@ from jax.sharding import Mesh
 from ml_collections import config_dict
 
 from mogrifier_jax import errors, files, partitioning
-from mogrifier_jax.evaluation import dyneval, eval_options, loading, montecarlo, scored_texts
+from mogrifier_jax.evaluation import (
+    dyneval,
+    eval_options,
+    gradient_statistics,
+    loading,
+    montecarlo,
+    scored_texts,
+)
 from mogrifier_jax.nn import models
 from mogrifier_jax.training import runs, scoring, turn_evaluation
 
@@ -27,9 +34,8 @@ TOLERANCE = 1e-3  # and the width at which it stops.
 
 # From the name of a text to its scores.
 ScoreFn = Callable[[str], scoring.TokenScores | dyneval.Outcome]
-# Within `Scorer` the name dyneval is its method, so annotations need other names for these.
+# Within `Scorer` the name dyneval is its method, so an annotation needs another name for this.
 Adapter = dyneval.DynamicEvaluation
-GradientStatistics = dyneval.Statistics
 
 
 class Scorer:
@@ -207,11 +213,11 @@ class Scorer:
             mesh=mesh,
         )
 
-    def compute_statistics(self) -> GradientStatistics:
+    def compute_statistics(self) -> gradient_statistics.Statistics:
         """Gradient statistics from a pass over the training text, or from the workdir."""
         options, corpus = self.options.dyneval, self.read_corpus().task
         plan = corpus.plan("train", options.batch_size, window=options.window, mesh=self.mesh)
-        return dyneval.cached_statistics(
+        return gradient_statistics.read_or_compute(
             self.folder,
             self.loaded.info["step"],
             self.model,

@@ -10,7 +10,7 @@ import pytest
 
 from mogrifier_jax import errors, partitioning
 from mogrifier_jax.data import streams, tasks
-from mogrifier_jax.evaluation import dyneval, montecarlo
+from mogrifier_jax.evaluation import dyneval, gradient_statistics, montecarlo
 from mogrifier_jax.nn import models
 from tests import golden
 
@@ -47,7 +47,11 @@ def adaptation_plan(windows=4):
 @functools.cache
 def case():
     model, params = golden.make("A")
-    return model, params, dyneval.gradient_statistics(model, params, statistics_plan(), chunk=1)
+    return (
+        model,
+        params,
+        gradient_statistics.compute_statistics(model, params, statistics_plan(), chunk=1),
+    )
 
 
 @functools.cache
@@ -231,10 +235,12 @@ def test_stripes_without_lines_do_not_dilute_the_statistics():
         inputs, targets = (jnp.pad(a, ((0, 3), (0, 0))) for a in window[:2])
         return streams.Window(inputs, targets, jnp.array([4, 4, 0, 0, 0]))
 
-    wide = dyneval.gradient_statistics(model, params, plan._replace(batch_at=padded, batch_size=5))
+    wide = gradient_statistics.compute_statistics(
+        model, params, plan._replace(batch_at=padded, batch_size=5)
+    )
     np.testing.assert_allclose(wide.losses, statistics.losses, rtol=1e-5)
     assert float(wide.mean) == pytest.approx(float(statistics.mean), rel=1e-5)
-    short = dyneval.gradient_statistics(model, params, plan, max_windows=1)
+    short = gradient_statistics.compute_statistics(model, params, plan, max_windows=1)
     assert len(short.losses) == 1 and abs(float(short.mean) - float(statistics.mean)) > 1e-4
 
 
@@ -247,8 +253,8 @@ def test_statistics_are_kept_until_something_changes(tmp_path, monkeypatch):
         runs.append(options["max_windows"])
         return statistics
 
-    monkeypatch.setattr(dyneval, "gradient_statistics", compute)
-    get = functools.partial(dyneval.cached_statistics, tmp_path)
+    monkeypatch.setattr(gradient_statistics, "compute_statistics", compute)
+    get = functools.partial(gradient_statistics.read_or_compute, tmp_path)
     for _ in range(2):
         found = get(100, model, params, statistics_plan())
     jax.tree.map(np.testing.assert_array_equal, found, statistics)
@@ -270,8 +276,8 @@ def test_statistics_are_kept_until_something_changes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["mean", "losses", "rms.embedding"])
 def test_statistics_whose_numbers_were_changed_are_made_again(name, tmp_path, monkeypatch, caplog):
     model, params, statistics = case()
-    monkeypatch.setattr(dyneval, "gradient_statistics", lambda *_, **__: statistics)
-    get = functools.partial(dyneval.cached_statistics, tmp_path, 100, model, params)
+    monkeypatch.setattr(gradient_statistics, "compute_statistics", lambda *_, **__: statistics)
+    get = functools.partial(gradient_statistics.read_or_compute, tmp_path, 100, model, params)
     get(statistics_plan())
     get(statistics_plan())
     assert "computed again" not in caplog.text  # Control.
