@@ -29,6 +29,7 @@ from mogrifier_jax import (
 )
 
 FLAGS = flags.FLAGS
+SEVERAL_WORKDIRS = ("evaluate", "inspect", "explore")  # These modes take --workdir=a,b.
 
 
 def run() -> None:
@@ -263,10 +264,11 @@ def local_paths() -> Iterator[None]:
     # Workers on several machines tune in one workdir, but not with a database inside it.
     exclusive = FLAGS.mode in ("train", "sweep") or (FLAGS.mode == "tune" and not FLAGS.storage)
     with contextlib.ExitStack() as stack:
-        if "://" in (named["workdir"] or ""):
+        workdirs = split_workdirs() if FLAGS.mode in SEVERAL_WORKDIRS else [named["workdir"] or ""]
+        if any(map(buckets.is_bucket, workdirs)):
             places = [
                 stack.enter_context(buckets.mounted(place, exclusive=exclusive))
-                for place in split_workdirs()
+                for place in workdirs
             ]
             given["workdir"].value = ",".join(places)
         for name in ("json", "output", "report"):
