@@ -213,7 +213,11 @@ class Mirror:
             self._lease = _Lease(self._store, self.url)
         if first or not exclusive:
             # A single object is a model file, which can only be read.
-            if not self.pull() and not exclusive and self.pull_file():
+            if not self.pull() and self.pull_file():
+                if exclusive:
+                    raise errors.UsageError(
+                        f"{self.url} is an object and no folder; give another --workdir"
+                    )
                 return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._complete = first
@@ -233,12 +237,7 @@ class Mirror:
             with _explained(self.url, "read"):
                 names = [key.decode() for key in self._store.list().result()]
             names = [name for name in names if not name.endswith("/") and not _PRIVATE.search(name)]
-            for name in names:
-                if {"", ".", ".."} & set(name.split("/")):
-                    raise errors.UsageError(
-                        f"{self.url} has an object named {name!r}, which cannot be a file of a "
-                        "folder; remove it, or give another address"
-                    )
+            _check_names(names, self.url)
             whole = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
             names = [name for name in names if (_group(name) or "") in {"", *whole}]
             gone = {_group(name) for name in self.fetch(names)} - {None}
@@ -604,6 +603,17 @@ def _side_by_side(
                 then(name, future.result())
 
 
+def _check_names(names: list[str], url: str) -> None:
+    """Refuses names of objects that are outside the folder, or inside another object."""
+    folders = {name[: slash.start()] for name in names for slash in re.finditer("/", name)}
+    for name in names:
+        if name in folders or {"", ".", ".."} & set(name.split("/")):
+            raise errors.UsageError(
+                f"{url} has an object named {name!r}, which cannot be a file beside the others; "
+                "remove it, or give another address"
+            )
+
+
 def _group(name: str) -> str | None:
     """The folder of the checkpoint that a file belongs to, as checkpoints/300/."""
     found = _GROUP.match(name)
@@ -641,9 +651,10 @@ def _normalised(url: Any) -> str:
     scheme, _, rest = str(url).partition(":")
     names = [name for name in rest.split("/") if name]
     # An empty bucket, as in gs:///run, is most often a variable that was not set.
-    if not names or re.match("/{3}", rest) or {".", ".."} & set(names):
+    control = re.search(r"[\x00-\x1f\x7f]", rest)
+    if not names or re.match("/{3}", rest) or {".", ".."} & set(names) or control:
         raise errors.UsageError(
-            f"{url} names no place in a bucket; give one, as {scheme}://bucket/name"
+            f"{str(url)!r} names no place in a bucket; give one, as {scheme}://bucket/name"
         )
     return f"{scheme}://{'/'.join(names)}"
 

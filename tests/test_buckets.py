@@ -73,9 +73,10 @@ def test_what_is_in_a_bucket(path, is_one):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("gs://", "gs:// names no place in a bucket"),
-        ("gs:///run", "gs:///run names no place in a bucket"),
-        ("s3://runs/a/../b", "s3://runs/a/../b names no place in a bucket"),
+        ("gs://", "gs://. names no place in a bucket"),
+        ("gs:///run", "gs:///run. names no place in a bucket"),
+        ("s3://runs/a/../b", "s3://runs/a/../b. names no place in a bucket"),
+        ("s3://runs/a\nb", "b. names no place in a bucket"),
         ("hdfs://x/y", "hdfs://x/y is neither a path.*begin with gs:// or s3://"),
     ],
 )
@@ -120,14 +121,22 @@ def test_slashes_too_many_change_nothing(store):
     assert contents(store) == {"a": b"a"}
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/{place}/outside", "a//b"])
+@pytest.mark.parametrize("name", ["../../outside", "/{place}/outside", "a//b", "a/b"])
 def test_objects_that_cannot_be_files_of_the_folder_are_refused(store, tmp_path, name):
     put(store, **{"a": b"a", name.format(place=tmp_path): b"outside"})
     for use in (buckets.mounted, buckets.copied):
-        with pytest.raises(errors.UsageError, match="which cannot be a file of a folder"):
+        with pytest.raises(errors.UsageError, match="which cannot be a file beside the others"):
             with use(RUN):
                 raise AssertionError
     assert not list(tmp_path.rglob("outside")) and len(contents(store)) == 2
+
+
+def test_nobody_trains_in_an_object(store):
+    put(store, "some/", run=b"model")
+    with pytest.raises(errors.UsageError, match="gs://runs/some/run is an object and no folder"):
+        with buckets.mounted(RUN, exclusive=True):
+            raise AssertionError
+    assert contents(store, "some/") == {"run": b"model"}
 
 
 def test_half_a_copy_is_not_written_back(store, monkeypatch):
@@ -334,12 +343,11 @@ def test_of_many_that_come_at_once_one_gets_the_lease(store, monkeypatch):
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 30
-    while len(outcomes) < 4 and time.monotonic() < end:
-        for lease in [each for each in outcomes if each]:
-            lease.renew()
-        time.sleep(0.05)
-    assert sum(each is not None for each in outcomes) == 1 and len(outcomes) == 4
+    for thread in threads:
+        thread.join(30)
+    (winner,) = [each for each in outcomes if each]
+    winner.release()
+    assert len(outcomes) == 4
 
 
 def test_a_run_whose_lease_was_taken_writes_no_more(store, tmp_path):
