@@ -48,6 +48,7 @@ _BUSY = 10.0  # Seconds to wait for a transaction of a database.
 _RELISTS = 5  # Of a folder whose checkpoints change while they are copied.
 _RETRIES = 8  # Of a request, after 1, 2, 4, ... seconds: about two minutes, or six on a bad day.
 _LEASE = ".lease"
+_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # Folders that appear as a whole, and the file that makes them count.
 _GROUP = re.compile(r"(?:.*/)?checkpoints/(\d+)/")
 _MARK = "info/info.json"
@@ -233,7 +234,8 @@ class Mirror:
 
     def pull(self) -> bool:
         """Copies the folder from the bucket; False if nothing is there."""
-        for _ in range(_RELISTS):
+        for attempt in range(_RELISTS):
+            time.sleep(float(attempt > 0))
             with _explained(self.url, "read"):
                 names = [key.decode() for key in self._store.list().result()]
             names = [name for name in names if not name.endswith("/") and not _PRIVATE.search(name)]
@@ -584,7 +586,13 @@ def _explained(url: str, verb: str) -> Iterator[None]:
 
 def _refusal(url: str, verb: str, error: Exception) -> errors.UsageError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    reason = re.sub(r"\s*\[.*|https?://\S+", "", reason)[:160].rstrip(" :")
+    reason = re.sub(r"\s*\[.*|https?://\S+", "", reason)
+    # A store may repeat what it was sent.
+    reason = re.sub(r"\b(Bearer|Credential=|Signature=)\s*[^\s,]+", r"\1 ...", reason)
+    for name in _SECRETS:
+        if os.environ.get(name):
+            reason = reason.replace(os.environ[name], "...")
+    reason = reason[:160].rstrip(" :")
     return errors.UsageError(
         f"{url} cannot be {verb} ({reason}); see that the bucket is there, that your account "
         "may use it, and that the network is up"

@@ -41,7 +41,7 @@ def store(monkeypatch, tmp_path):
 
 
 def contents(store, prefix="some/run/"):
-    found = store.objects["runs"].items()
+    found = list(store.objects["runs"].items())
     return {name.removeprefix(prefix): content for name, (content, _) in found}
 
 
@@ -430,6 +430,23 @@ def test_what_cannot_be_written_is_kept(store, tmp_path):
     with buckets.mounted(RUN):  # A later run removes what others left, but not this.
         pass
     assert (kept / "results.json").exists()
+
+
+def test_a_store_that_repeats_credentials_is_not_quoted(store, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not/to+be=told")
+
+    def repeat(handler, *_):
+        found = handler.headers["Authorization"]
+        assert found == "Bearer token"
+        message = {"error": {"message": f"{found}, not/to+be=told may not"}}
+        handler.send(403, json.dumps(message).encode())
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(object_store.Handler, name, repeat)
+    with pytest.raises(errors.UsageError, match=r"PERMISSION_DENIED.*may not") as e:
+        with buckets.mounted(RUN, exclusive=True):
+            raise AssertionError
+    assert "token" not in str(e.value) and "told" not in str(e.value)
 
 
 def test_what_an_impatient_user_interrupts_is_kept(store, tmp_path, monkeypatch):
