@@ -48,6 +48,7 @@ _BUSY = 10.0  # Seconds to wait for a transaction of a database.
 _RELISTS = 5  # Of a folder whose checkpoints change while they are copied.
 _RETRIES = 8  # Of a request, after 1, 2, 4, ... seconds: about two minutes, or six on a bad day.
 _LEASE = ".lease"
+_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # Folders that appear as a whole, and the file that makes them count.
 _GROUP = re.compile(r"(?:.*/)?checkpoints/(\d+)/")
 _MARK = "info/info.json"
@@ -63,9 +64,16 @@ _mirrors: dict[str, "Mirror"] = {}  # By their folders.
 
 
 def is_bucket(path: object) -> bool:
-    """Whether a path is an address of an object store."""
+    """Whether a path is an address of an object store; refuses those of unknown stores."""
     # pathlib makes gs:/bucket of gs://bucket.
-    return bool(re.match(rf"({'|'.join(DRIVERS)})://?[^/]", str(path)))
+    if re.match(rf"({'|'.join(DRIVERS)}):/", str(path)):
+        return True
+    if re.match(r"\w+://", str(path)):
+        raise errors.UsageError(
+            f"{path} is neither a path of this machine nor in a store that is known; addresses "
+            f"begin with {' or '.join(f'{scheme}://' for scheme in DRIVERS)}"
+        )
+    return False
 
 
 def is_mirror(path: str | os.PathLike) -> bool:
@@ -107,11 +115,10 @@ def output(path: Any) -> Iterator[Any]:
         yield path
         return
     folder, _, name = str(path).rpartition("/")
-    if not name or not is_bucket(folder):
+    if not name or "/" not in _normalised(path).partition("://")[2]:
         raise errors.UsageError(f"{path} names no file; give one, as {str(path).rstrip('/')}/file")
     with _written_back(folder) as mirror:
-        mirror.folder.mkdir()
-        mirror.fetch([name])  # An existing report is updated.
+        mirror.start_file(name)
         yield str(mirror.folder / name)
 
 
@@ -190,9 +197,10 @@ class Mirror:
     def __init__(self, url: Any):
         self.url = _normalised(url)
         self._store = _open(self.url)
-        self.folder = _make_folder(self.url.rpartition("/")[2])
-        self._guard = _hold(self.folder.parent)
+        self.folder, self._guard = _make_folder(self.url.rpartition("/")[2])
         self._pushed: dict[str, Signature] = {}
+        # Nothing is written back before all is here: half a file would replace a whole one.
+        self._complete = False
         self._lease: _Lease | None = None
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -206,19 +214,32 @@ class Mirror:
             self._lease = _Lease(self._store, self.url)
         if first or not exclusive:
             # A single object is a model file, which can only be read.
-            if not self.pull() and not exclusive and self.pull_file():
+            if not self.pull() and self.pull_file():
+                if exclusive:
+                    raise errors.UsageError(
+                        f"{self.url} is an object and no folder; give another --workdir"
+                    )
                 return
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._complete = first
         if first:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="bucket")
             self._thread.start()
 
+    def start_file(self, name: str) -> None:
+        """Copies one file, because a report is renewed and not begun anew."""
+        self.folder.mkdir()
+        self.fetch([name])
+        self._complete = _is_first_process()
+
     def pull(self) -> bool:
         """Copies the folder from the bucket; False if nothing is there."""
-        for _ in range(_RELISTS):
+        for attempt in range(_RELISTS):
+            time.sleep(float(attempt > 0))
             with _explained(self.url, "read"):
                 names = [key.decode() for key in self._store.list().result()]
             names = [name for name in names if not name.endswith("/") and not _PRIVATE.search(name)]
+            _check_names(names, self.url)
             whole = {name.removesuffix(_MARK) for name in names if name.endswith(_MARK)}
             names = [name for name in names if (_group(name) or "") in {"", *whole}]
             gone = {_group(name) for name in self.fetch(names)} - {None}
@@ -237,6 +258,8 @@ class Mirror:
     def pull_file(self) -> bool:
         """Copies a single object, whose name is the whole address; False if it is not there."""
         above, _, name = self.url.rpartition("/")
+        if above.endswith("/"):  # A bucket is no object.
+            return False
         with _explained(self.url, "read"):
             found = _open(above).read(name.encode()).result()
         if found.state != "value":
@@ -271,16 +294,16 @@ class Mirror:
           quiet: something else has failed, and that is to be told.
         """
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join()
         try:
-            if self._lease is not None:
-                self._lease.renew()
-            if _is_first_process():
+            if self._thread is not None:
+                self._thread.join()
+            if self._complete:
                 self.push()
             if self._lease is not None:
                 self._lease.release()
         except BaseException as error:
+            if self._lease is not None:
+                self._lease.stop()
             kept = self._keep()
             if quiet or not isinstance(error, errors.UsageError):
                 logging.warning("%s is not complete; what it lacks is in %s", self.url, kept)
@@ -309,26 +332,28 @@ class Mirror:
         self._guard.close()
 
     def _watch(self) -> None:
-        """Renews the lease and writes what changes, until the mirror is closed."""
-        said, looked = "", time.monotonic()
-        while not self._wake.wait(min(BEAT, PAUSE)):
+        """Writes what changes, until the mirror is closed or its lease is lost."""
+        said = ""
+        while not self._wake.wait(PAUSE):
             try:
-                if self._lease is not None:
-                    self._lease.renew()
-                if time.monotonic() - looked >= PAUSE:
-                    self.push()
-                    looked = time.monotonic()
-            except _LeaseLost as error:
-                logging.error("%s", error)
-                os.kill(os.getpid(), signal.SIGTERM)  # The run saves for itself, and ends.
-                return
-            except errors.UsageError as error:
+                self.push()
+            except _LeaseLost:
+                return  # The lease itself ends the run.
+            except (errors.UsageError, OSError) as error:
                 if str(error) != said:
                     logging.warning("%s; the run continues, and this is tried again", error)
                 said = str(error)
 
     def _scan(self) -> dict[str, Signature]:
-        """The files of the mirror that belong into the bucket."""
+        """The files of the mirror that belong into the bucket.
+
+        Checkpoints are looked for first, so that the metrics reach at least as far as they do.
+        """
+        checkpoints = {name: sign for name, sign in self._walk().items() if _group(name)}
+        others = {name: sign for name, sign in self._walk().items() if not _group(name)}
+        return checkpoints | others
+
+    def _walk(self) -> dict[str, Signature]:
         found = {}
         for place, _, names in os.walk(self.folder):
             for name in names:
@@ -388,17 +413,23 @@ class Mirror:
         def note(name: str, _: Any) -> None:
             self._pushed[name] = found[name]
 
-        with _explained(self.url, "written"):
-            _side_by_side(names, send, note)
+        self._send(names, send, note)
         return there
 
     def _delete(self, names: list[str]) -> None:
-        with _explained(self.url, "written"):
-            _side_by_side(
-                names,
-                lambda name: self._store.write(name.encode(), None),
-                lambda name, _: self._pushed.pop(name, None),
-            )
+        self._send(
+            names,
+            lambda name: self._store.write(name.encode(), None),
+            lambda name, _: self._pushed.pop(name, None),
+        )
+
+    def _send(self, names: list[str], ask: Callable[[str], Any], then: Callable) -> None:
+        """Changes objects, as long as no other run has the lease."""
+        for start in range(0, len(names), _AT_ONCE):
+            if self._lease is not None:
+                self._lease.renew()
+            with _explained(self.url, "written"):
+                _side_by_side(names[start : start + _AT_ONCE], ask, then)
 
 
 class _LeaseLost(errors.UsageError):
@@ -406,7 +437,7 @@ class _LeaseLost(errors.UsageError):
 
 
 class _Lease:
-    """The right to write to a folder, as an object that is renewed.
+    """The right to write to a folder, as an object that a thread renews.
 
     Whoever finds one waits until it is given back. If it is not renewed for EXPIRY seconds, or if
     it belongs to a process of this machine that has ended, it is taken over.
@@ -416,8 +447,11 @@ class _Lease:
         self._store, self._url = store, url
         self._token = secrets.token_hex(8)
         self._renewed = 0.0
+        self._lock, self._ended = threading.Lock(), threading.Event()
         with _explained(url, "written"):
             self._generation = self._acquire()
+        # Not the thread that copies files, which may take longer than EXPIRY for a large one.
+        threading.Thread(target=self._beat, daemon=True, name="lease").start()
 
     def _acquire(self) -> bytes:
         # If the bucket is missing, this says so; S3 answers a conditional write as if it were late.
@@ -427,35 +461,62 @@ class _Lease:
         while True:
             found = self._store.read(_LEASE.encode()).result()
             now = time.monotonic()
-            if found.stamp.generation != seen:
-                seen, changed = found.stamp.generation, now
+            if seen is not None and found.stamp.generation != seen:
+                changed = now
+            seen = found.stamp.generation
             if found.state == "missing" or _has_ended(found.value) or now - changed > EXPIRY:
                 if generation := self._put(found.stamp.generation):
                     return generation
-                continue  # Somebody else was faster.
-            if changed > started and now - started > PATIENCE:
+                if now - started > EXPIRY + PATIENCE:  # Nobody else can have been faster so often.
+                    raise errors.UsageError(
+                        f"{self._url} has no run, but refuses one; see that the store can write an "
+                        "object on the condition that it has not changed (If-Match)"
+                    )
+            elif changed > started and now - started > PATIENCE:
                 raise errors.UsageError(
                     f"another run is writing to {self._url}; wait for it, or stop it, or use "
                     "another workdir"
                 )
-            if not warned:
+            elif not warned:
                 logging.warning("another run is writing to %s; waiting for its end", self._url)
                 warned = True
             time.sleep(1.0)
 
+    def _beat(self) -> None:
+        """Renews the lease while the run lives; ends the run if another one has taken over."""
+        while not self._ended.wait(BEAT):
+            try:
+                self.renew()
+            except _LeaseLost as error:
+                logging.error("%s", error)
+                os.kill(os.getpid(), signal.SIGTERM)  # The run saves for itself, and ends.
+                return
+            except errors.UsageError as error:
+                logging.warning("%s; the run goes on, and this is tried again", error)
+
     def renew(self) -> None:
         """Says that this run is alive; raises if another one has taken over."""
-        if time.monotonic() - self._renewed < BEAT / 2:
-            return
-        with _explained(self._url, "written"):
-            generation = self._put(self._generation)
-        if not generation:
-            raise _LeaseLost(f"another run has taken over {self._url}; this one writes no more")
-        self._generation = generation
+        with self._lock:
+            if time.monotonic() - self._renewed < BEAT / 2:
+                return
+            with _explained(self._url, "written"):
+                generation = self._put(self._generation)
+            if not generation:
+                raise _LeaseLost(
+                    f"another run has taken over {self._url}, or its .lease was removed; this run "
+                    "writes no more"
+                )
+            self._generation = generation
+            self._renewed = time.monotonic()
+
+    def stop(self) -> None:
+        """Renews the lease no more."""
+        self._ended.set()
 
     def release(self) -> None:
         """Gives the lease back."""
-        with _explained(self._url, "written"):
+        self.stop()
+        with self._lock, _explained(self._url, "written"):
             self._store.write(_LEASE.encode(), None, if_equal=self._generation).result()
 
     def _put(self, expected: bytes) -> bytes:
@@ -463,7 +524,6 @@ class _Lease:
         holder = _identify(os.getpid()) | {"token": self._token, "time": time.time()}
         value = json.dumps(holder).encode()
         stamp = self._store.write(_LEASE.encode(), value, if_equal=expected).result()
-        self._renewed = time.monotonic()
         if stamp.generation:
             return stamp.generation
         # A request that was repeated after its answer was lost finds its own first try.
@@ -516,13 +576,27 @@ def _explained(url: str, verb: str) -> Iterator[None]:
         yield
     except errors.UsageError:
         raise
-    except (ValueError, OSError, RuntimeError, NotImplementedError, TimeoutError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = re.sub(r"\s*\[.*|https?://\S+", "", reason)[:160].rstrip(" :")
-        raise errors.UsageError(
-            f"{url} cannot be {verb} ({reason}); see that the bucket is there, that your account "
-            "may use it, and that the network is up"
-        ) from None
+    except OSError as error:
+        if error.errno is not None:  # Of this machine's disk, which is not the store's fault.
+            raise
+        raise _refusal(url, verb, error) from None
+    except (ValueError, RuntimeError) as error:
+        raise _refusal(url, verb, error) from None
+
+
+def _refusal(url: str, verb: str, error: Exception) -> errors.UsageError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = re.sub(r"\s*\[.*|https?://\S+", "", reason)
+    # A store may repeat what it was sent.
+    reason = re.sub(r"\b(Bearer|Credential=|Signature=)\s*[^\s,]+", r"\1 ...", reason)
+    for name in _SECRETS:
+        if os.environ.get(name):
+            reason = reason.replace(os.environ[name], "...")
+    reason = reason[:160].rstrip(" :")
+    return errors.UsageError(
+        f"{url} cannot be {verb} ({reason}); see that the bucket is there, that your account "
+        "may use it, and that the network is up"
+    )
 
 
 def _side_by_side(
@@ -535,6 +609,17 @@ def _side_by_side(
         for name, future in asked:
             if future is not None:
                 then(name, future.result())
+
+
+def _check_names(names: list[str], url: str) -> None:
+    """Refuses names of objects that are outside the folder, or inside another object."""
+    folders = {name[: slash.start()] for name in names for slash in re.finditer("/", name)}
+    for name in names:
+        if name in folders or {"", ".", ".."} & set(name.split("/")):
+            raise errors.UsageError(
+                f"{url} has an object named {name!r}, which cannot be a file beside the others; "
+                "remove it, or give another address"
+            )
 
 
 def _group(name: str) -> str | None:
@@ -570,9 +655,16 @@ def _sign(path: pathlib.Path) -> Signature:
 
 
 def _normalised(url: Any) -> str:
-    """The address with two slashes after its scheme and none at its end."""
+    """The address with two slashes after its scheme, one between names and none at its end."""
     scheme, _, rest = str(url).partition(":")
-    return f"{scheme}://{rest.strip('/')}"
+    names = [name for name in rest.split("/") if name]
+    # An empty bucket, as in gs:///run, is most often a variable that was not set.
+    control = re.search(r"[\x00-\x1f\x7f]", rest)
+    if not names or re.match("/{3}", rest) or {".", ".."} & set(names) or control:
+        raise errors.UsageError(
+            f"{str(url)!r} names no place in a bucket; give one, as {scheme}://bucket/name"
+        )
+    return f"{scheme}://{'/'.join(names)}"
 
 
 def _is_first_process() -> bool:
@@ -582,8 +674,11 @@ def _is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def _make_folder(name: str) -> pathlib.Path:
-    """A new folder of this name for a mirror; removes those of processes that were killed."""
+def _make_folder(name: str) -> tuple[pathlib.Path, Any]:
+    """A new folder of this name for a mirror, and the lock that says that its process lives.
+
+    Removes those of processes that were killed.
+    """
     cache = os.environ.get("MOGRIFIER_CACHE_DIR") or os.path.expanduser("~/.cache/mogrifier_jax")
     above = pathlib.Path(cache).absolute() / "buckets"
     above.mkdir(parents=True, exist_ok=True)
@@ -592,13 +687,10 @@ def _make_folder(name: str) -> pathlib.Path:
             with open(left / "guard") as guard:
                 fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left)
-    folder = above / secrets.token_hex(4) / name
-    folder.parent.mkdir()
-    return folder
-
-
-def _hold(folder: pathlib.Path) -> Any:
-    """Locks the folder of a mirror for as long as this process lives."""
-    guard = open(folder / "guard", "w")
+    place = above / secrets.token_hex(4)
+    new = place.with_name(f"new_{place.name}")  # Which nobody takes for that of a killed process.
+    new.mkdir()
+    guard = open(new / "guard", "w")
     fcntl.flock(guard, fcntl.LOCK_EX)
-    return guard
+    new.rename(place)
+    return place / name, guard

@@ -29,6 +29,7 @@ from mogrifier_jax import (
 )
 
 FLAGS = flags.FLAGS
+SEVERAL_WORKDIRS = ("evaluate", "inspect", "explore")  # These modes take --workdir=a,b.
 
 
 def run() -> None:
@@ -273,10 +274,11 @@ def local_paths() -> Iterator[None]:
     # Workers on several machines may tune in one workdir, unless the database is inside it.
     exclusive = FLAGS.mode in ("train", "sweep") or (FLAGS.mode == "tune" and not FLAGS.storage)
     with contextlib.ExitStack() as stack:
-        if "://" in (given["workdir"] or ""):
+        workdirs = split_workdirs() if FLAGS.mode in SEVERAL_WORKDIRS else [given["workdir"] or ""]
+        if any(map(buckets.is_bucket, workdirs)):
             copies = [
                 stack.enter_context(buckets.mounted(workdir, exclusive=exclusive))
-                for workdir in split_workdirs()
+                for workdir in workdirs
             ]
             path_flags["workdir"].value = ",".join(copies)
         for name in ("json", "output", "report"):

@@ -1,6 +1,9 @@
 import contextlib
+import errno
+import fcntl
 import importlib
 import json
+import os
 import pathlib
 import sqlite3
 import subprocess
@@ -38,7 +41,7 @@ def store(monkeypatch, tmp_path):
 
 
 def contents(store, prefix="some/run/"):
-    found = store.objects["runs"].items()
+    found = list(store.objects["runs"].items())
     return {name.removeprefix(prefix): content for name, (content, _) in found}
 
 
@@ -59,13 +62,34 @@ def cached(tmp_path):
         (pathlib.Path("gs://bucket/run"), True),
         ("runs/gs", False),
         ("/runs/gs:/x", False),
-        ("hdfs://x/y", False),
         ("gs:", False),
         (None, False),
     ],
 )
 def test_what_is_in_a_bucket(path, is_one):
     assert buckets.is_bucket(path) == is_one
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("gs://", "gs://. names no place in a bucket"),
+        ("gs:///run", "gs:///run. names no place in a bucket"),
+        ("s3://runs/a/../b", "s3://runs/a/../b. names no place in a bucket"),
+        ("s3://runs/a\nb", "b. names no place in a bucket"),
+        ("hdfs://x/y", "hdfs://x/y is neither a path.*begin with gs:// or s3://"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(path, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (buckets.mounted, buckets.copied):
+        with pytest.raises(errors.UsageError, match=said):
+            with use(path):
+                raise AssertionError
+    with pytest.raises(errors.UsageError):
+        with buckets.output(f"{path}/report.md"):
+            raise AssertionError
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_path_of_a_disk_is_handed_through(tmp_path):
@@ -89,6 +113,48 @@ def test_files_come_and_go(store, tmp_path):
         assert buckets.show(f"see {folder}/x") == f"see {RUN}/x"
     assert contents(store) == {"config.json": b"{}", "sub/old": b"new", "empty": b""}
     assert not cached(tmp_path)
+
+
+def test_slashes_too_many_change_nothing(store):
+    with buckets.mounted("gs://runs//some/run//") as folder:
+        pathlib.Path(folder, "a").write_bytes(b"a")
+    assert contents(store) == {"a": b"a"}
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/{place}/outside", "a//b", "a/b"])
+def test_objects_that_cannot_be_files_of_the_folder_are_refused(store, tmp_path, name):
+    put(store, **{"a": b"a", name.format(place=tmp_path): b"outside"})
+    for use in (buckets.mounted, buckets.copied):
+        with pytest.raises(errors.UsageError, match="which cannot be a file beside the others"):
+            with use(RUN):
+                raise AssertionError
+    assert not list(tmp_path.rglob("outside")) and len(contents(store)) == 2
+
+
+def test_nobody_trains_in_an_object(store):
+    put(store, "some/", run=b"model")
+    with pytest.raises(errors.UsageError, match="gs://runs/some/run is an object and no folder"):
+        with buckets.mounted(RUN, exclusive=True):
+            raise AssertionError
+    assert contents(store, "some/") == {"run": b"model"}
+
+
+def test_half_a_copy_is_not_written_back(store, monkeypatch):
+    """The local disk is full while the folder is copied."""
+    put(store, a=b"a", results=b"whole")
+    write = pathlib.Path.write_bytes
+
+    def write_half(path, content):
+        write(path, content[: len(content) // 2])
+        if path.name == "results":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", write_half)
+    for use in (buckets.mounted(RUN, exclusive=True), buckets.output(f"{RUN}/results")):
+        with pytest.raises(OSError, match="No space left"):
+            with use:
+                raise AssertionError
+    assert contents(store) == {"a": b"a", "results": b"whole"}
 
 
 def test_only_what_has_changed_is_written(store):
@@ -177,6 +243,33 @@ def test_a_kill_at_any_request_leaves_what_a_disk_might_hold(store, monkeypatch)
     assert len(states) > 30
 
 
+def test_a_checkpoint_that_appears_during_a_look_waits_for_its_metrics(store, monkeypatch):
+    states = []
+    answer = object_store.Handler.answer
+
+    def note(handler, act):
+        answer(handler, act)
+        states.append(contents(store))
+
+    monkeypatch.setattr(object_store.Handler, "answer", note)
+    with buckets.mounted(RUN) as folder:
+        (mirror,) = buckets._mirrors.values()
+        turns = iter([(10, 10)])
+        list(save(pathlib.Path(folder), 0, 0))
+        mirror.push()
+
+        def sign_late(path, sign=buckets._sign):
+            found = sign(path)
+            if path.name == "metrics.jsonl":
+                for step, best in turns:
+                    list(save(pathlib.Path(folder), step, best))
+            return found
+
+        monkeypatch.setattr(buckets, "_sign", sign_late)
+        mirror.push()
+    assert [check_usable(files) for files in states][-1] == [0, 10]
+
+
 def test_the_check_above_finds_what_is_wrong():
     files = {"metrics.jsonl": b"10\n"}
     for name in ("state/d/array", "state/manifest", "info/info.json"):
@@ -226,11 +319,12 @@ def test_the_lease_of_a_run_that_was_killed_is_free(store, monkeypatch):
     started = time.monotonic()
     with buckets.mounted(RUN, exclusive=True):
         assert time.monotonic() - started < 10
-    monkeypatch.setattr(buckets, "EXPIRY", 1.5)
+    monkeypatch.setattr(buckets, "EXPIRY", 2.0)
+    monkeypatch.setattr(buckets, "PATIENCE", 1.0)  # Which is for runs that are seen to live.
     put(store, **{".lease": json.dumps(holder | {"machine": "another"}).encode()})
     started = time.monotonic()
     with buckets.mounted(RUN, exclusive=True):
-        assert time.monotonic() - started >= 1.5
+        assert time.monotonic() - started >= 2.0
 
 
 def test_of_many_that_come_at_once_one_gets_the_lease(store, monkeypatch):
@@ -249,12 +343,11 @@ def test_of_many_that_come_at_once_one_gets_the_lease(store, monkeypatch):
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 30
-    while len(outcomes) < 4 and time.monotonic() < end:
-        for lease in [each for each in outcomes if each]:
-            lease.renew()
-        time.sleep(0.05)
-    assert sum(each is not None for each in outcomes) == 1 and len(outcomes) == 4
+    for thread in threads:
+        thread.join(30)
+    (winner,) = [each for each in outcomes if each]
+    winner.release()
+    assert len(outcomes) == 4
 
 
 def test_a_run_whose_lease_was_taken_writes_no_more(store, tmp_path):
@@ -269,6 +362,47 @@ def test_a_run_whose_lease_was_taken_writes_no_more(store, tmp_path):
     assert contents(store) == {".lease": b"{}"}
     kept = pathlib.Path(str(e.value).rpartition(" is in ")[2])
     assert (kept / "metrics.jsonl").read_bytes() == b"1\n"
+
+
+def test_a_lease_is_renewed_while_a_large_file_is_copied(store, monkeypatch):
+    for name, value in dict(BEAT=0.1, PATIENCE=0.5, EXPIRY=1.5).items():
+        monkeypatch.setattr(buckets, name, value)
+    put(store, large_input=b"x")
+    answer = object_store.Handler.answer
+
+    def answer_late(handler, act):
+        time.sleep(4.0 * ("large" in handler.path))
+        answer(handler, act)
+
+    monkeypatch.setattr(object_store.Handler, "answer", answer_late)
+
+    def use():
+        with buckets.mounted(RUN, exclusive=True) as folder:
+            pathlib.Path(folder, "large_output").write_bytes(b"y")
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    refused = 0
+    while thread.is_alive():
+        if ".lease" in contents(store):
+            with contextlib.suppress(errors.UsageError):
+                lease = buckets._Lease(buckets._open(RUN), RUN)
+                if not thread.is_alive():  # It waited for the end, as it should.
+                    lease.release()
+                    break
+                raise AssertionError("two runs have the lease")
+            refused += 1
+    thread.join()
+    assert refused > 1 and contents(store)["large_output"] == b"y"
+
+
+def test_a_store_that_takes_no_conditions_is_refused(store, monkeypatch):
+    monkeypatch.setattr(object_store.Handler, "matches", lambda *_: False)
+    for name in ("EXPIRY", "PATIENCE"):
+        monkeypatch.setattr(buckets, name, 0.2)
+    with pytest.raises(errors.UsageError, match="has no run, but refuses one"):
+        with buckets.mounted(RUN, exclusive=True):
+            raise AssertionError
 
 
 # Stores that are slow, fail or refuse.
@@ -298,6 +432,38 @@ def test_what_cannot_be_written_is_kept(store, tmp_path):
     assert (kept / "results.json").exists()
 
 
+def test_a_store_that_repeats_credentials_is_not_quoted(store, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not/to+be=told")
+
+    def repeat(handler, *_):
+        found = handler.headers["Authorization"]
+        assert found == "Bearer token"
+        message = {"error": {"message": f"{found}, not/to+be=told may not"}}
+        handler.send(403, json.dumps(message).encode())
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(object_store.Handler, name, repeat)
+    with pytest.raises(errors.UsageError, match=r"PERMISSION_DENIED.*may not") as e:
+        with buckets.mounted(RUN, exclusive=True):
+            raise AssertionError
+    assert "token" not in str(e.value) and "told" not in str(e.value)
+
+
+def test_what_an_impatient_user_interrupts_is_kept(store, tmp_path, monkeypatch):
+    """The thread that copies files has not ended yet."""
+    with pytest.raises(KeyboardInterrupt):
+        with buckets.mounted(RUN) as folder:
+            (mirror,) = buckets._mirrors.values()
+            pathlib.Path(folder, "results.json").write_bytes(b"{}")
+
+            def interrupt():
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(mirror._thread, "join", interrupt)
+    (kept,) = cached(tmp_path)
+    assert kept.name.startswith("kept_") and (kept / "run" / "results.json").exists()
+
+
 @pytest.mark.parametrize("url", ["gs://missing/run", RUN])
 def test_a_bucket_that_cannot_be_used_is_refused_before_any_work(store, tmp_path, url):
     store.denied = url == RUN
@@ -323,6 +489,21 @@ def test_copies_of_killed_processes_are_removed(store, tmp_path):
         assert not left.exists() and len(cached(tmp_path)) == 1
 
 
+def test_a_copy_that_is_being_made_is_not_removed(store, monkeypatch):
+    """Another process looks for those of killed processes before this one has locked its own."""
+    lock, others = fcntl.flock, []
+
+    def lock_late(file, operation):
+        if not others and not operation & fcntl.LOCK_NB:
+            others.append(None)
+            others.append(buckets.Mirror("gs://runs/other"))
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with buckets.mounted(RUN) as folder:
+        assert others and pathlib.Path(folder).with_name("guard").exists()
+
+
 # Single files, and what is only read.
 
 
@@ -344,6 +525,9 @@ def test_a_folder_and_a_file_are_copied_to_be_read(store):
     assert pathlib.Path(file).read_bytes() == b"b" and file.endswith("/b")
     with pytest.raises(errors.UsageError, match="gs://runs/some/runs does not exist"):
         buckets.local_copy(f"{RUN}s")
+    store.objects["runs"].clear()
+    with pytest.raises(errors.UsageError, match="gs://runs does not exist"):
+        buckets.local_copy("gs://runs")
 
 
 @pytest.mark.slow
@@ -523,6 +707,17 @@ def test_training_from_python_takes_an_address(store, monkeypatch, tmp_path):
     with pytest.raises(errors.UsageError, match=f"no run in {RUN}"):
         train.train_and_evaluate(configs.load_config("pydoc:tiny"), RUN)
     assert not contents(store) and not cached(tmp_path)
+
+
+def test_a_comma_belongs_to_the_name_of_a_run(store, command, monkeypatch):
+    def stop(config, workdir, **_):
+        pathlib.Path(workdir, "results.json").write_bytes(b"{}")
+        raise errors.UsageError(f"trains in {workdir}")
+
+    monkeypatch.setattr(train, "train_and_evaluate", stop)
+    code, said = command("--config=pydoc:tiny", "--workdir=gs://runs/some/run,2")
+    assert code == 2 and "trains in gs://runs/some/run,2" in said
+    assert contents(store, "some/") == {"run,2/results.json": b"{}"}
 
 
 def test_errors_name_the_address_and_not_the_copy(store, command, tmp_path):
