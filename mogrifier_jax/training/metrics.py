@@ -17,6 +17,7 @@ TensorBoard shows both, from the folder `tensorboard`.
 `units.py` formats these numbers for people, and `learning_curves.py` draws them.
 """
 
+import codecs
 import contextlib
 import functools
 import hashlib
@@ -27,8 +28,9 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -51,7 +53,9 @@ RECORD = {  # A line of metrics.jsonl.
 # What a checkpoint remembers of metrics.jsonl.
 DIGEST_SCHEMA = {"lines": files.COUNT, "sha256": str, "parts": [[files.COUNT, str]]}
 _PART_DIGITS = 16  # Of the digest of a part, in hexadecimal.
-_SEARCHED = 500  # Lines in which a part is searched for that is not at its position.
+_SEARCHED = 500  # Lines before and after its position in which a part is searched for.
+_HASHED = 1 << 32  # Bytes hashed in these searches, which takes a few seconds.
+_LONGEST = 1 << 20  # Bytes of a line. A record is shorter.
 
 
 class MetricWriter:
@@ -148,9 +152,11 @@ class MetricWriter:
         if os.path.lexists(path) and path.is_file():
             with files.open_regular(path, _REMEDY) as file:
                 size = 0
-                for line in itertools.islice(file, expected["lines"]):
+                for line in itertools.islice(_split_lines(file), expected["lines"]):
                     self._whole.add(line)
                     size += len(line)
+                    if not line.endswith(b"\n"):
+                        break
             counted = (self._whole.lines, self._whole.hexdigest())
             if counted == (expected["lines"], expected["sha256"]):
                 os.truncate(path, size)
@@ -158,15 +164,15 @@ class MetricWriter:
                 return
         kept = set_aside(path)
         lines = list(_find_parts(kept, expected["parts"])) if kept else []
-        known = {record["step"] for _, record in lines if record["kind"] == "eval"}
+        known = {step for step, kind, _ in lines if kind == "eval"}
         made = [
-            (json.dumps(dict(record)).encode() + b"\n", dict(record))
+            (record["step"], "eval", json.dumps(dict(record)).encode() + b"\n")
             for record in evaluations
             if record["step"] not in known
         ]
         # The sort is stable, and the evaluation of a step follows its training.
         ranks = {"train": 0, "eval": 1}
-        lines = sorted(lines + made, key=lambda p: (p[1]["step"], ranks.get(p[1]["kind"], 2)))
+        lines = sorted(lines + made, key=lambda line: (line[0], ranks.get(line[1], 2)))
         logging.warning(
             "%s has changed since the checkpoint was saved%s: %d of its %d lines are good, and "
             "%d evaluations are restored from the checkpoint",
@@ -176,7 +182,7 @@ class MetricWriter:
             expected["lines"],
             len(made),
         )
-        atomic_files.replace_text(path, b"".join(line for line, _ in lines).decode())
+        atomic_files.replace_text(path, b"".join(line for *_, line in lines).decode())
         self._whole = _Digest()
         self._take_over(path)
 
@@ -246,21 +252,49 @@ def set_aside(path: pathlib.Path) -> pathlib.Path | None:
 
 def _find_parts(
     path: pathlib.Path, parts: Sequence[Sequence[Any]]
-) -> Iterator[tuple[bytes, files.JsonObject]]:
-    """The lines of the parts that are intact in a damaged file, in order, with their records."""
+) -> Iterator[tuple[int, str, bytes]]:
+    """The lines of the parts that are intact in a damaged file, with their steps and kinds.
+
+    Empty lines, other line ends and a byte order mark, as an editor may leave them, do no harm.
+    """
     if not path.is_file():
         return
+    most = min(2 * sum(count for count, _ in parts) + _SEARCHED, sys.maxsize)
     with files.open_regular(path) as file:
-        lines, position = list(file), 0
+        pieces = (
+            piece.strip()
+            for line in _split_lines(file)
+            for piece in line.removeprefix(codecs.BOM_UTF8).splitlines()
+        )
+        lines = [piece + b"\n" for piece in itertools.islice(filter(None, pieces), most)]
+    content = memoryview(b"".join(lines))
+    ends = [0, *itertools.accumulate(map(len, lines))]
+    position = lost = hashed = 0  # `position` follows the last part that was found.
     for count, digest in parts:
-        for start in range(position, min(position + _SEARCHED, len(lines) - count + 1)):
-            candidate = _Digest()
-            for line in lines[start : start + count]:
-                candidate.add(line)
-            if candidate.hexdigest()[:_PART_DIGITS] == digest:
-                position = start + count
-                yield from ((line, json.loads(line)) for line in lines[start:position])
+        last, guess = len(lines) - count, position + lost
+        near = range(max(0, guess - _SEARCHED), min(guess + _SEARCHED, last + 1))
+        lost += count
+        # Where it would be if no line or all lines of the lost parts were there, then nearby.
+        likely = [start for start in (guess, position) if start <= last]
+        for start in (*likely, *sorted(near, key=lambda start: abs(start - guess))):
+            if hashed > _HASHED and start not in likely:
                 break
+            part = content[ends[start] : ends[start + count]]
+            hashed += len(part)
+            if hashlib.sha256(part).hexdigest()[:_PART_DIGITS] == digest:
+                for line in lines[start : start + count]:
+                    record = json.loads(line)
+                    yield record["step"], record["kind"], line
+                position, lost = start + count, 0
+                break
+
+
+def _split_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; one that is too long for a record is cut, so that memory suffices."""
+    while line := file.readline(_LONGEST):
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = file.readline(_LONGEST)
 
 
 class _Digest:
@@ -288,8 +322,8 @@ def read_metrics(workdir: str | os.PathLike) -> list[files.JsonObject]:
 def read_lines(path: pathlib.Path) -> Iterator[tuple[bytes, files.JsonObject]]:
     """Every complete line with its record; warns of lines that are not records."""
     with files.open_regular(path, _REMEDY) as file:
-        for line in file:
-            if not line.endswith(b"\n"):
+        for line in _split_lines(file):
+            if not line.endswith(b"\n") and len(line) < _LONGEST:
                 return
             try:
                 yield line, files.parse_json(line, RECORD, "it")

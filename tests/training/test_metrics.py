@@ -180,6 +180,65 @@ def test_a_history_that_is_not_the_runs_is_named_and_restored(damage, tmp_path, 
     assert not caplog.text and len(metrics.read_metrics(run)) == len(records) + 3
 
 
+EDITORS = {
+    "other line ends": lambda text: text.replace(b"\n", b"\r\n"),
+    "old line ends": lambda text: text.replace(b"\n", b"\r"),
+    "a byte order mark": lambda text: b"\xef\xbb\xbf" + text,
+    "empty lines": lambda text: text.replace(b"\n", b"\n \n"),
+    "no end of the last line": lambda text: text[:-1],
+}
+
+
+@pytest.mark.parametrize("editor", EDITORS)
+def test_what_an_editor_leaves_is_restored_whole(editor, tmp_path, caplog):
+    path, sealed = tmp_path / "metrics.jsonl", write_turns(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(changed := EDITORS[editor](whole))
+    metrics.MetricWriter(tmp_path, 6, sealed, evaluations()).close()
+    assert path.read_bytes() == whole and "10 of its 10 lines are good" in caplog.text
+    assert path.with_suffix(".jsonl.damaged").read_bytes() == changed
+
+
+@pytest.mark.parametrize("damage", ["changed", "deleted", "all deleted", "inserted", "moved"])
+def test_long_turns_after_a_damaged_one_are_kept(damage, tmp_path):
+    path, length = tmp_path / "metrics.jsonl", 1200
+    with metrics.MetricWriter(tmp_path) as writer:
+        for step in range(4 * length):
+            writer.write(step, "train", loss_nats=1.5)
+            if step % length == length - 1:
+                sealed = writer.digest_lines()
+    lines = path.read_bytes().splitlines(keepends=True)
+    at, end = length + 7, 2 * length  # In the second turn.
+    changed = {
+        "changed": [*lines[:at], lines[at].replace(b"1.5", b"1.6"), *lines[at + 1 :]],
+        "deleted": lines[:at] + lines[at + 1 :],
+        "all deleted": lines[:length] + lines[end:],
+        "inserted": lines[: at + 1] + lines[at:],
+        "moved": lines[:at] + lines[at + 1 :] + lines[at : at + 1],
+    }
+    path.write_bytes(b"".join(changed[damage]))
+    metrics.MetricWriter(tmp_path, 4 * length, sealed).close()
+    assert path.read_bytes() == b"".join(lines[:length] + lines[end:])
+
+
+def test_a_line_without_end_does_not_fill_the_memory(tmp_path, caplog):
+    path, sealed = tmp_path / "metrics.jsonl", write_turns(tmp_path)
+    whole, size = path.read_bytes(), 1 << 26
+    with path.open("wb") as file:
+        file.truncate(size)  # Of zeros.
+        file.seek(size)
+        file.write(b"\n" + whole)
+    tracemalloc.start()
+    try:
+        assert len(metrics.read_metrics(tmp_path)) == 10
+        metrics.MetricWriter(tmp_path, 6, sealed, evaluations()).close()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 8 and path.read_bytes() == whole
+    assert caplog.text.count("skipped a line that is not a record") == 1
+
+
 def test_a_second_damage_does_not_replace_what_the_first_left(tmp_path):
     sealed = write_turns(tmp_path)
     for content in ("first\n", "second\n"):
