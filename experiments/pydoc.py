@@ -1,9 +1,9 @@
-r"""The help texts of the running Python, character level: nothing to download, minutes on a CPU.
+r"""Python's language reference, character level: nothing to download, minutes on a CPU.
 
     python -m mogrifier_jax.main --config=experiments/pydoc.py --workdir=runs/pydoc
 
-Measured: about 1.74 bits per character on valid and 1.39 on test, with Python 3.11's texts, in
-about two minutes on one CPU core.
+The text is what `help()` shows in Python 3.11, and it comes with the package. Measured: about 1.74
+bits per character on valid and 1.39 on test, in about two minutes on one CPU core.
 
     python -m mogrifier_jax.main --mode=sweep --config=experiments/pydoc.py --set=models \
         --seeds=1,2,3 --parallel=2 --workdir=runs/pydoc_models
