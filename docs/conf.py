@@ -41,6 +41,8 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # Notebooks are kept with their outputs; tests run them.
+nb_render_markdown_format = "myst"  # Without it, tables of notebooks are lines with bars.
+nb_merge_streams = True
 
 default_role = "code"
 autodoc_typehints = "description"

@@ -1,9 +1,13 @@
 # %% [markdown]
 # # Quickstart
 #
-# This notebook trains the Mogrifier LSTM as a cell of an ordinary Flax model, next to an LSTM with
-# the same number of parameters, and samples from it, which takes a few minutes on a CPU. Then it
-# loads the trained model that comes with the package.
+# **After 500 steps the Mogrifier predicts unseen text with 2.21 bits per character, and an LSTM
+# with as many parameters with 2.41.** This notebook trains both as cells of an ordinary Flax
+# model, which takes a few minutes on a CPU, and samples from the Mogrifier. Then it loads the
+# trained model that comes with the package.
+#
+# This is one seed and a short run in which nothing is tuned. With a tuned learning rate for each
+# model and more steps, the two come closer on this text: RESULTS.md has the comparison.
 
 # %%
 import os

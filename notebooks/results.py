@@ -145,5 +145,6 @@ Markdown(documents.make_table(head, lines))
 
 # %%
 for file, name in (("ablation", "rounds"), ("ablation", "table"), ("reverse_copy", "10m_1k")):
-    variants = configs.load_file(f"../experiments/{file}.py").SETS[name]
-    display(sweep_figures.draw_scores(variants, [], f"{variants.title}, as published"))
+    sweep = sweeps.Sweep(f"../experiments/{file}.py")
+    variants = sweep.module.SETS[name]
+    display(sweep_figures.draw_scores(variants, [], f"{sweep.title_of(variants)}, as published"))

@@ -78,6 +78,12 @@ def test_every_public_name_is_in_the_reference(site):
         assert word in page
 
 
+def test_tables_of_notebooks_are_tables(site):
+    for name in ("results", "gating_statistics"):
+        page = (site / "notebooks" / f"{name}.html").read_text()
+        assert "<table" in page and "<p>|" not in page
+
+
 def links(text):
     for target in re.findall(r"<a [^>]*href=\"([^\"]+)\"", text):
         yield html.unescape(target)

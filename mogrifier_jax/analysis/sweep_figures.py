@@ -30,11 +30,11 @@ def draw_scores(
     ]
     columns = bool(rows) + bool(paper)
     fig, axes = figures.make_panels(1, columns, width=4.5 if columns == 2 else 6, height=3.8)
-    fig.suptitle(title or variants.title)
+    title = title or variants.title
     first, last = axes[0, 0], axes[0, -1]
     if paper:
         _draw_panel(last, variants, paper, unit)
-        last.set_title("paper")
+        last.set_title("paper" if rows else title)
     if not rows:
         return fig
     _draw_panel(first, variants, [(row, row["valid"]) for row in rows], unit)
@@ -42,7 +42,12 @@ def draw_scores(
     seeds = sorted({len(row["runs"]) for row in rows})
     counts = f"{seeds[0]}-{seeds[-1]}" if len(seeds) > 1 else seeds[0]
     plural = "" if seeds == [1] else "s"
-    first.set_title(f"measured: {budget} parameters, {counts} seed{plural}")
+    measured = f"measured: {budget} parameters, {counts} seed{plural}"
+    if paper:
+        fig.suptitle(title)
+        first.set_title(measured)
+    else:  # The middle of one panel is not that of the figure.
+        first.set_title(f"{title}\n{measured}")
     return fig
 
 

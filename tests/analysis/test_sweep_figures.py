@@ -14,9 +14,12 @@ def test_figures_show_every_row_and_the_paper_beside():
         assert [t.get_text() for t in axes.get_yticklabels()] == ["LSTM", "Mogrifier"]
     assert fig.axes[0].get_title() == "measured: 2M parameters, 2 seeds"
     assert fig.axes[1].get_title() == "paper"
+    assert fig.get_suptitle() == "Both"
     places = {"LSTM": 0, "Mogrifier": 5}
     rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x=places)
-    (axes,) = sweep_figures.draw_scores(Set("Curves", [], x_label="rounds"), rows).axes
+    fig = sweep_figures.draw_scores(Set("Curves", [], x_label="rounds"), rows)
+    (axes,) = fig.axes
+    assert axes.get_title() == "Curves\nmeasured: 2M parameters, 1 seed" and not fig.get_suptitle()
     assert axes.get_xlabel() == "rounds" and axes.get_xticks().tolist() == [0, 5]
     rows = make_rows({"LSTM": [5.0], "Mogrifier": [4.9]}, x={"LSTM": "tied", "Mogrifier": "tied"})
     (axes,) = sweep_figures.draw_scores(Set("Words", [], x_label=""), rows).axes
