@@ -348,7 +348,7 @@ def _with_default(text: str, default: Any) -> str:
 
 
 def _explain(error: BaseException) -> str:
-    """The part of a parsing error that people need."""
+    """The part of a parsing error that says what is wrong."""
     cause: BaseException | None = error
     while cause:
         if isinstance(cause, errors.UsageError):  # Of an experiment file, which absl wraps.

@@ -21,7 +21,7 @@ REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a place that you may use"),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP), "give another name"),
-    errno.EIO: "the disk may be failing; copy what is there, and continue elsewhere",
+    errno.EIO: "the disk may be failing; copy your files, and continue elsewhere",
 }
 _OTHER_REMEDY = "check that it exists and that you may use it, then try again"
 # How JAX's messages about devices begin, and what is shown instead.

@@ -212,7 +212,7 @@ def _wrong(name: str, value: object, expected: str) -> str:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> JsonObject:
-    """An object of JSON. Of a key that is there twice, Python would take the last value."""
+    """A JSON object; refuses repeated keys, of which Python would take the last value."""
     value = dict(pairs)
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -82,3 +83,24 @@ def test_every_folder_is_a_room():
 )
 def test_an_import_against_the_direction_is_found(room, source):
     assert list(wrong(room, source))
+
+
+def named_files(title, text=None):
+    """The files that a section of CONTRIBUTING.md names, in order."""
+    text = text or (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return re.findall(r"`((?:\w+/)*\w+\.py)`", section)
+
+
+def test_the_walk_from_a_command_to_a_metric_names_each_file_once():
+    names = named_files("From a command to a line of metrics.jsonl")
+    assert names[0] == "main.py" and names[-1] == "training/metrics.py"
+    assert sorted(set(names)) == sorted(names)
+    twice = named_files("A", "## A\n`nn/cells.py`, and back to\n`nn/cells.py`\n## B\n`files.py`")
+    assert twice == ["nn/cells.py", "nn/cells.py"]  # Control.
+
+
+def test_every_file_outside_the_rooms_is_described():
+    described = set(named_files("Where things are")) - {"tests/test_rooms.py"}
+    files = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert files <= described

@@ -171,8 +171,8 @@ def sweep(
 def check_corpora(jobs: Sequence[Job], waiting: Sequence[Job]) -> None:
     """Refuses a sweep whose runs would compare scores of different texts.
 
-    A run that was begun refuses another text by itself, but a run that is new does not know what
-    the others of its corpus were trained on.
+    A run that has begun refuses another text by itself, but a new run does not know what the other
+    runs on its corpus were trained on.
     """
     known: dict[str, tuple[Job, dict[str, str]]] = {}
     for job in jobs:

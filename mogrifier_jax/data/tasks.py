@@ -24,7 +24,7 @@ from mogrifier_jax.data import (
     vocabularies,
 )
 
-# The unit in which people read the cross-entropy of each kind of token.
+# The unit in which the cross-entropy of each kind of token is usually given.
 SCORE_UNITS = {"word": "ppl", "character": "bpc", "byte": "bpb"}
 # Keys of `config.data` that are not options of the corpus.
 READING = ("name", "batch_size", "window", "drop_state_probability", "episodic", "text_size")
@@ -71,7 +71,7 @@ class Task(NamedTuple):
 
     @property
     def score_unit(self) -> str:
-        """The unit in which people read the cross-entropy: perplexity or bits per token."""
+        """The unit in which scores are shown: perplexity, or bits per character or byte."""
         return SCORE_UNITS[self.unit]
 
     def check_split(self, name: str) -> None:

@@ -70,7 +70,7 @@ class Scorer:
         self.key = jax.random.key(options.seed)
 
     def read_corpus(self) -> scored_texts.ScoredTexts:
-        """Reads the corpus of the run, of which a file to score needs only the statistics."""
+        """Reads the corpus of the run; a file is scored without it, except by `dyneval`."""
         return scored_texts.read_splits(self.loaded, self.options.source_dir, self.options.data_dir)
 
     def deterministic(self) -> tuple[files.JsonObject, ScoreFn]:

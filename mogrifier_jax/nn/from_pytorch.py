@@ -244,7 +244,9 @@ def _read_recurrence(tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
                 f"there are several cells, {', '.join(matches[0])}; choose one by its prefix"
             )
         if not matches[1]:
-            raise errors.UsageError(f"{matches[0][0]} is there but {names[1]} is not")
+            raise errors.UsageError(
+                f"there is {matches[0][0]} but no {names[1]}; give the state dict of a whole LSTM"
+            )
         used = [keys[0] for keys in matches if keys]
         matrices = [tensors[keys[0]] for keys in matches[:2]]
         matrices = [m if layout.out_first else m.T for m in matrices]  # [4H, in] each.
@@ -314,7 +316,9 @@ def _read_rounds(
     else:
         entries = _interleave(groups, sizes, rounds)
     if rounds is not None and rounds > len(entries):
-        raise errors.UsageError(f"rounds {rounds} is more than the {len(entries)} that are there")
+        raise errors.UsageError(
+            f"rounds {rounds} must be at most {len(entries)}, the number of rounds with weights"
+        )
     used = entries if rounds is None else entries[:rounds]
     return [_compose(entry, index, sizes) for index, entry in enumerate(used)]
 

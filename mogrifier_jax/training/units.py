@@ -1,4 +1,4 @@
-"""Numbers as people read them: perplexity and bits, large quantities, spans of time."""
+"""Formats numbers: cross-entropies as perplexity or bits, large quantities, spans of time."""
 
 import math
 

@@ -96,9 +96,8 @@ class Queue:
     def __init__(self, study: optuna.Study, ranges: Mapping[str, studies.Range], target: int):
         self.study, self.name, self.target = study, study.study_name, target
         self._sampler, self._ranges = study.sampler, ranges
-        self._beats: dict[
-            int, tuple[float, float]
-        ] = {}  # The last heartbeat seen of a trial, and when.
+        # The last heartbeat seen of each trial, and when it was first seen.
+        self._beats: dict[int, tuple[float, float]] = {}
         self._distributions = {name: limits.distribution for name, limits in ranges.items()}
 
     def ask(self, count: int = 1, shared: Iterable[str] = ()) -> list[Trial]:
@@ -160,9 +159,9 @@ class Queue:
                 self.requeue(trial, trial.user_attrs.get("attempt", 1) + 1)
 
     def _is_silent(self, trial: FrozenTrial) -> bool:
-        """Whether no new heartbeat was seen for long, by the clock of this worker.
+        """Whether this worker has seen no new heartbeat for a long time.
 
-        The clock of the other worker, by which it writes its heartbeats, may be wrong.
+        It goes by its own clock, because the clock in the heartbeats of the other may be wrong.
         """
         beat, now = trial.user_attrs.get("heartbeat", 0.0), time.monotonic()
         if self._beats.get(trial.number, (None, 0.0))[0] != beat:

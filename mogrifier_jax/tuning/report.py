@@ -41,7 +41,7 @@ class Neighbourhood(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A study and its trials, of which `write` makes all files of the report."""
+    """A study and its trials; `write` writes all files of the report."""
 
     name: str
     records: Sequence[trials.Record]

@@ -199,10 +199,14 @@ def change(layout, drop=(), rename=(), **more):
     [
         ({}, {}, r"no LSTM cell among no tensors; expected weight_ih"),
         (change(one_list), {"prefix": "x."}, r"is the prefix right"),
-        (change(one_list, drop=["lstm.weight_hh"]), {}, r"weight_ih is there but weight_hh is not"),
+        (
+            change(one_list, drop=["lstm.weight_hh"]),
+            {},
+            r"there is lstm.weight_ih but no weight_hh",
+        ),
         (change(plain, lstm__weight_hh=draw(3 * H, H)), {}, r"are not of an LSTM, which has four"),
         (change(shared_pair), {}, r"say how many with rounds"),
-        (change(one_list), {"rounds": 6}, r"rounds 6 is more than the 5 that are there"),
+        (change(one_list), {"rounds": 6}, r"rounds 6 must be at most 5, the number"),
         (
             change(one_list, mogrifier_list__0__weight=draw(D, D)),
             {},
