@@ -743,6 +743,7 @@ DEEP = "[" * 900 + "]" * 900
         ("seal", "[1]"),
         ("info", '{"temperature": "x"}'),
         ("info", '{"temperature": -1}'),
+        ("info", '{"temperature": 0}'),
         ("info", '{"temperature": NaN}'),
     ],
 )

@@ -20,13 +20,13 @@ from jax.sharding import Mesh
 from mogrifier_jax import buckets, errors, files
 from mogrifier_jax.data import vocabularies
 from mogrifier_jax.evaluation import array_digests, loaded_run
-from mogrifier_jax.training import atomic_files, runs, state_arrays, workdirs
+from mogrifier_jax.training import atomic_files, run_record, runs, state_arrays, workdirs
 
 FORMAT, VERSION = "mogrifier_jax", "1"
 METADATA = {  # The schemas of those metadata that are JSON.
     "config": dict,
     "vocabulary": dict,
-    "temperature": (files.Number(float, 0.0), None),
+    "temperature": (run_record.TEMPERATURE, None),
     "info": {
         "which": ("best", "latest"),
         "step": files.COUNT,
@@ -112,7 +112,8 @@ def _read_file(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str
         with safetensors.safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}
-    except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
+    # NumPy lacks some of the dtypes, which raises an AttributeError, and damage may raise anything.
+    except Exception as error:
         raise errors.UsageError(
             f"{path} cannot be read as a safetensors file ({error}); copy or export it again"
         ) from None

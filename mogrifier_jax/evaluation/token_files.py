@@ -49,6 +49,11 @@ def read_tokens(path: str | os.PathLike) -> tuple[scoring.TokenScores, dict[str,
         )
     if not np.isfinite(scores.nats).all():
         raise errors.UsageError(f"{path} has nats that are not finite; {remedy}")
+    if (lowest := scores.nats.min()) < -1e-3:  # Rounding may leave a probability just above 1.
+        raise errors.UsageError(
+            f"{path} has {lowest:g} nats for a token, which would be a probability above 1; "
+            f"{remedy}"
+        )
     return scores, about
 
 

@@ -30,9 +30,10 @@ from mogrifier_jax.training import (
 )
 
 _norm = jax.jit(optax.tree.norm)
+TEMPERATURE = files.Number(float, 1e-6)  # Logits are divided by it.
 INFO = {  # Of a checkpoint of a run. Early versions did not remember metrics.
     "progress": schedule.PROGRESS,
-    "temperature?": (files.Number(float, 0.0), None),
+    "temperature?": (TEMPERATURE, None),
     "metrics?": (metrics.DIGEST_SCHEMA, None),
 }
 

@@ -17,7 +17,7 @@ from mogrifier_jax.training.scoring import TokenScores
         {"nats": np.ones((3, 1), np.float32)},
         {"tokens": np.ones(3, np.float32)},
         {"tokens": np.zeros(0, np.int32), "nats": np.zeros(0, np.float32)},
-        *({"nats": np.array([1.0, value, 1.0], np.float32)} for value in (np.nan, np.inf)),
+        *({"nats": np.array([1.0, value, 1.0], np.float32)} for value in (np.nan, np.inf, -5.0)),
         *({"about": np.array(about)} for about in ("", "5", "{}", '{"vocabulary": 5}')),
     ],
 )

@@ -137,3 +137,17 @@ def test_export_writes_beside_the_run_or_where_it_is_told(workdir, tmp_path, cap
     assert read(workdir / "model.safetensors")[1] == read(path)[1]
     with pytest.raises(errors.UsageError, match="--workdir is missing"):
         export_command.export("")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "BF16", "I64", "BOOL", "C64"])
+def test_a_dtype_that_is_not_the_weights_is_refused(path, tmp_path, dtype):
+    content, bits = path.read_bytes(), {"BF16": 16, "I64": 64, "C64": 64}.get(dtype, 8)
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    start, end = header["embedding"]["data_offsets"]
+    header["embedding"] |= {"dtype": dtype, "shape": [(end - start) * 8 // bits]}
+    text = json.dumps(header).encode()
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    with pytest.raises(errors.UsageError, match=r"cannot be read|its digest is another"):
+        mogrifier_jax.load(other)
