@@ -15,6 +15,7 @@ import types
 import typing
 
 import jaxtyping
+from flax import linen, nnx
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -68,6 +69,9 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 API = pathlib.Path(__file__).parent / "api"
 MODULES = (mogrifier_jax, mogrifier_jax.nnx, mogrifier_jax.from_flax, mogrifier_jax.from_pytorch)
 HAND_MADE = {"__init__", "__post_init__", "__repr__", "__reduce__"}
+# What people call of a Flax module. Its other methods are for the modules of the package.
+OF_MODULES = {"__call__", "initialize_carry", "num_feature_axes", "zero_carry", "initial_carry"}
+OF_MODULES |= {"nats", "batch_nats", "logits", "gates"}
 
 
 def public_names(module):
@@ -92,7 +96,8 @@ def own_members(cls):
             if shown and member and inspect.getdoc(value):
                 found[name] = isinstance(value, property)
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    return {name: kind for name, kind in found.items() if name not in fields | HAND_MADE}
+    shown = OF_MODULES if issubclass(cls, (linen.Module, nnx.Module)) else set(found)
+    return {name: kind for name, kind in found.items() if name in shown - fields - HAND_MADE}
 
 
 def results(cls):

@@ -168,8 +168,9 @@ class TrainedModel:
 
         Args:
           prompt: how the text begins; None starts at the beginning of a line.
-          options: as for `--mode=sample`; `text_sampling.Sampling` lists them, such as `length`,
-            `temperature` (which divides the logits, so values below 1 sharpen) and `seed`.
+          options: as for `--mode=sample`: `length` (300), `temperature` (1.0; it divides the
+            logits, so values below 1 sharpen), `top_k`, `top_p` and `min_p` (None: all tokens),
+            `num_samples` (1) and `seed` (0).
         """
         unknown = options.keys() - set(text_sampling.Sampling._fields)
         if unknown:
@@ -183,7 +184,7 @@ class TrainedModel:
     def draw(
         self, sampling: text_sampling.Sampling, prompt: str | None = None
     ) -> Iterator[Int32[np.ndarray, "B _"]]:
-        """Yields the ids that each dispatch draws, at most CHUNK, `length` in all, for B samples.
+        """Yields the ids of B samples while they are drawn, a few steps at a time, `length` in all.
 
         It compiles once for each number of samples, for prompts and samples of any length.
 

@@ -38,7 +38,8 @@ def draw(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
     fig = figure.Figure(figsize=(8, 4.5), layout="constrained")
     axes = fig.add_subplot()
     if "data" in config:
-        axes.set_title(f"{config.data.name}: loss in nats and {units.UNITS[unit]}")
+        title = f"{_name_text(config.data)}: loss in nats and {units.UNITS[unit]}"
+        axes.set_title(title, parse_math=False)  # Names of files may have dollar signs.
     if train.size:
         label = "training, with dropout" if _has_dropout(config) else "training, step by step"
         axes.plot(*train, color="0.75", linewidth=0.8, label=label)
@@ -52,6 +53,13 @@ def draw(workdir: str | os.PathLike, *, unit: str = "ppl") -> pathlib.Path:
     _limit(axes, train[1], np.concatenate([seen[1], valid[1]]))
     _add_right_axis(axes, unit)
     return save_curves(axes, "nats per token", workdir / "learning_curve.png")
+
+
+def _name_text(data: config_dict.ConfigDict) -> str:
+    """The name of the corpus, or of the file that is somebody's own text."""
+    path = data.get("path") or data.get("train")
+    name = pathlib.Path(path).name if data.name == "text" and path else data.name
+    return name.encode(errors="replace").decode()  # Fonts have no surrogates.
 
 
 def _has_dropout(config: config_dict.ConfigDict) -> bool:

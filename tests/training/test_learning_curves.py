@@ -40,3 +40,18 @@ def test_a_picture_names_the_corpus_and_says_whether_there_was_dropout(tmp_path,
     (axes,) = drawn
     assert axes.get_title() == "pydoc: loss in nats and bits per character"
     assert ("dropout" in axes.lines[0].get_label()) == (rate > 0)
+
+
+def test_a_picture_of_an_own_text_names_its_file(tmp_path, monkeypatch):
+    with metrics.MetricWriter(tmp_path) as writer:
+        writer.write(1, "train", loss_nats=1.0), writer.write(2, "train", loss_nats=0.5)
+    (tmp_path / "config.json").touch()
+    data = {"name": "text", "path": "books/a_$1_\\frac$\udcff.txt", "train": None}
+    config = config_dict.ConfigDict({"data": data})
+    monkeypatch.setattr(workdirs, "read_config", lambda workdir: config)
+    drawn, save = [], learning_curves.save_curves
+    monkeypatch.setattr(
+        learning_curves, "save_curves", lambda axes, *rest: drawn.append(axes) or save(axes, *rest)
+    )
+    assert learning_curves.draw(tmp_path).exists()
+    assert drawn[0].get_title() == "a_$1_\\frac$?.txt: loss in nats and perplexity"
