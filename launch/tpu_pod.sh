@@ -30,7 +30,9 @@ mount=${MOUNT:-true} # CHANGE: if WORKDIR is a folder, a command that mounts it 
 pause=${PAUSE:-30} # Seconds between looks at the queue.
 
 tpus() { gcloud compute tpus "$@" --zone="$zone"; }
-on_all() { tpus tpu-vm ssh "$name" --worker=all --command="$1"; }
+# A command outlives a connection that is lost, so the next one waits for it.
+lock='exec 9>>mogrifier_jax.lock; flock --nonblock 9 || { echo "waiting for the end of an earlier start"; flock 9; }; '
+on_all() { tpus tpu-vm ssh "$name" --worker=all --command="$lock$1"; }
 
 slice_state() {
   # Also one that was made without a queue (gcloud compute tpus tpu-vm create) will do.
@@ -38,10 +40,10 @@ slice_state() {
     tpus tpu-vm describe "$name" --format='value(state)' 2>/dev/null || echo NONE
 }
 
-delete_slice() { tpus queued-resources delete "$name" --force --quiet; }
+delete_slice() { tpus queued-resources delete "$name" --force --quiet || tpus tpu-vm delete "$name" --quiet; }
 
 wait_for_slice() {
-  local state before=
+  local state before= failures=0
   while :; do
     state=$(slice_state)
     [[ $state == "$before" ]] || echo "$(date +%T) slice $name: $state"
@@ -49,9 +51,11 @@ wait_for_slice() {
     case $state in
     ACTIVE | READY) return ;;
     NONE)
+      # Without a network the slice looks as if it were not there, so one failure is not the end.
       # shellcheck disable=SC2086 # Options, of which there may be none.
       tpus queued-resources create "$name" --node-id="$name" $capacity \
-        --accelerator-type="$accelerator_type" --runtime-version="$runtime_version"
+        --accelerator-type="$accelerator_type" --runtime-version="$runtime_version" ||
+        ((++failures < 3)) || exit 1
       ;;
     SUSPENDED | PREEMPTED) delete_slice ;; # Spot capacity was taken back.
     FAILED)

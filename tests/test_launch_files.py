@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -114,6 +115,8 @@ case "$*" in
   state=$(next "$FOLDER/states")
   [[ $state != NONE ]] && echo "$state" ;;
 *"tpu-vm describe"*) exit 1 ;;
+*" create "*) exit "$([[ -s $FOLDER/creates ]] && next "$FOLDER/creates" || echo 0)" ;;
+*"queued-resources delete"*) [[ ! -e $FOLDER/unqueued ]] ;;
 *mogrifier_jax.main*) exit "$(next "$FOLDER/codes")" ;;
 esac
 """
@@ -164,6 +167,40 @@ def test_a_mistake_is_not_repeated_and_the_slice_is_kept(stand_ins, tmp_path, co
     done, deeds, _ = run_pod(stand_ins, tmp_path, ["ACTIVE", "ACTIVE"], [code, 0])
     assert done.returncode == code
     assert deeds == ["tpu-vm scp", "tpu-vm ssh", "tpu-vm ssh"]
+
+
+@pytest.mark.parametrize(("creates", "code"), [([1, 1], 0), ([1, 1, 1], 1)])
+def test_a_moment_without_a_network_is_not_the_end(stand_ins, tmp_path, creates, code):
+    (tmp_path / "creates").write_text("\n".join(map(str, creates)) + "\n")
+    states = ["NONE", "NONE", "NONE", "ACTIVE", "ACTIVE"]
+    done, deeds, _ = run_pod(stand_ins, tmp_path, states, [0])
+    assert done.returncode == code
+    assert deeds.count("queued-resources create") == 3
+    assert ("tpu-vm ssh" in deeds) == (code == 0)
+
+
+def test_a_slice_without_a_queue_is_deleted_too(stand_ins, tmp_path):
+    (tmp_path / "unqueued").touch()
+    done, deeds, _ = run_pod(stand_ins, tmp_path, ["ACTIVE", "ACTIVE"], [0])
+    assert done.returncode == 0, done.stderr
+    assert deeds[-2:] == ["queued-resources delete", "tpu-vm delete"]
+
+
+def test_a_start_waits_for_one_whose_connection_was_lost(stand_ins, tmp_path):
+    _, _, calls = run_pod(stand_ins, tmp_path, ["ACTIVE", "ACTIVE"], [0])
+    (command, _) = (call[-2].removeprefix("--command=") for call in calls if "ssh" in call)
+    lock, _, _ = command.partition("mkdir")
+    assert "flock" in lock
+    first = subprocess.Popen(["bash", "-c", f"{lock} sleep 1; echo first >> out"], cwd=tmp_path)
+    while not (tmp_path / "mogrifier_jax.lock").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    second = subprocess.run(
+        ["bash", "-c", f"{lock} echo second >> out"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert first.wait() == second.returncode == 0
+    assert "waiting for the end of an earlier start" in second.stdout
+    assert (tmp_path / "out").read_text() == "first\nsecond\n"
 
 
 def test_a_slice_can_be_paid_for(stand_ins, tmp_path):
