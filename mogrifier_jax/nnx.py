@@ -319,6 +319,12 @@ def _fork(rngs: nnx.Rngs, name: str) -> Any:
     return nnx.data(None) if stream is None else stream.fork()
 
 
+def _show_arguments(cls: type) -> None:
+    """Gives a class the signature of its __init__, which the metaclass of NNX hides."""
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+
 class RNN(nnx.Module):
     """`nnx.RNN` with a fast backward pass; arguments and results are the same.
 
@@ -334,6 +340,10 @@ class RNN(nnx.Module):
       fast, remat_window, state_dropout: as in `mogrifier_jax.RNN`.
       deterministic: whether masks are left out; `eval()` sets it.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _show_arguments(cls)
 
     def __init__(
         self,
@@ -492,6 +502,9 @@ class RNN(nnx.Module):
             return from_flax.as_linen(self.cell)
         except errors.UsageError:
             return None
+
+
+_show_arguments(RNN)
 
 
 def from_linen(cell: layers.Cell, in_features: int, params: cells.Params) -> WrappedCell:

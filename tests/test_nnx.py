@@ -146,6 +146,15 @@ def test_signature_is_that_of_nnx():
         for name, parameter in expected.items():
             assert (found[name].kind, found[name].default) == (parameter.kind, parameter.default)
     assert "fast" not in inspect.signature(nnx.RNN.__init__).parameters
+    # Of the class too, where NNX shows (*args, **kwargs).
+    shown = inspect.signature(mogrifier_jax.nnx.RNN).parameters
+    assert [*shown] == [*inspect.signature(mogrifier_jax.nnx.RNN.__init__).parameters][1:]
+
+    class Narrow(mogrifier_jax.nnx.RNN):
+        def __init__(self, size):
+            super().__init__(mogrifier_jax.nnx.LSTMCell(size, size, rngs=nnx.Rngs(0)))
+
+    assert [*inspect.signature(Narrow).parameters] == ["size"]
 
 
 @pytest.mark.slow

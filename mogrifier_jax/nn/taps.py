@@ -4,6 +4,7 @@ With them `recurrence.py` intercepts the input and the output of every linear ma
 `cells.project` and `cells.affine` call them. Axes: T time, B batch, I inputs of a map.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -249,12 +250,15 @@ def sum_of_products(
 ) -> Float[Array, "I *O"]:
     """The gradient of a matrix, from its inputs and the gradients of its outputs.
 
-    `flatten` makes one axis of T and B first.
+    `flatten` makes one axis of T and B first, and one of O: with more of them, XLA refuses products
+    of bfloat16 whose sum is float32 on CPUs.
     """
     wide = cells.wide(d_output.dtype)
     if flatten:
-        x, d_output = (a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, d_output))
-        return jnp.tensordot(x, d_output, ((0,), (0,)), preferred_element_type=wide)
+        rows, shape = x.shape[0] * x.shape[1], (*x.shape[2:], *d_output.shape[2:])
+        x, d_output = (a.reshape(rows, math.prod(a.shape[2:])) for a in (x, d_output))
+        product = jnp.tensordot(x, d_output, ((0,), (0,)), preferred_element_type=wide)
+        return product.reshape(shape)
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 

@@ -209,7 +209,7 @@ def test_carries_are_those_of_flax(name):
     given = [jax.tree.map(lambda a: a.astype(jnp.bfloat16), ones)]
     if name in GATED:
         assert isinstance(expected, mogrifier_jax.LSTMCarry)
-        given += [tuple(ones), [*ones]]
+        given += [[*ones]]
     else:
         given += [cells.Carry(ones)]  # As in states that were saved before.
     for other in given:
@@ -257,6 +257,34 @@ def test_carry_init_draws_the_start(name):
     assert abs(drawn - zeros).max() > 1e-2
     given = make_nnx(name).initialize_carry((B, D), nnx.Rngs(0), init)
     assert all(abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(given))
+
+
+@pytest.mark.parametrize("name", quick.mostly_slow(GATED, "LSTMCell"))
+def test_a_plain_tuple_stays_one(name):
+    """As in Flax, so that it can be the carry of a scan over steps or windows."""
+    cell, module = make(name), make_nnx(name)
+    variables = {"params": {"cell": module.params()}}
+    start = (jnp.ones((B, H)), jnp.ones((B, H)))
+    steps = {
+        "linen": lambda carry, x: cell.apply({"params": module.params()}, carry, x),
+        "nnx": module,
+    }
+    for step in steps.values():
+        end, hs = jax.lax.scan(step, start, XS.swapaxes(0, 1))
+        assert type(end) is tuple
+    windows = [
+        lambda carry, x, fast=fast: rnn.RNN(cell, return_carry=True, fast=fast).apply(
+            variables, x, initial_carry=carry
+        )
+        for fast in (True, False)
+    ]
+    run = mogrifier_jax.nnx.RNN(module, return_carry=True)
+    windows.append(lambda carry, x: run(x, initial_carry=carry))
+    for window in windows:
+        found = jax.lax.scan(window, start, XS.reshape(B, 2, T // 2, D).swapaxes(0, 1))
+        assert_close(found[0], end, 1e-5)
+        np.testing.assert_allclose(found[1].swapaxes(1, 2).reshape(T, B, H), hs, atol=1e-5)
+    assert abs(hs).max() > 1e-2
 
 
 # Resets.
@@ -366,6 +394,17 @@ def test_resets_go_with_lengths_order_layout_and_batch_axes(name):
             for a, b in zip(jax.tree.leaves(end), of_end, strict=True):
                 np.testing.assert_allclose(a[row], b[0], atol=2e-6)
     assert abs(run(variables, carry, XS, RESETS)[1] - ys).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_gradients_of_resets_in_bfloat16(name):
+    """They are those of float32, up to the rounding of what is multiplied."""
+    cell = make(name, dtype=jnp.bfloat16)
+    variables, carry = problem(cell)
+    found = differentiate(resetting(cell))(variables, carry, XS, RESETS)
+    wide = differentiate(resetting(make(name)))(variables, carry, XS, RESETS)
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wide[1]), strict=True):
+        np.testing.assert_allclose(a.astype(np.float32), b, atol=0.05 * max(1, abs(b).max()))
 
 
 @pytest.mark.slow
