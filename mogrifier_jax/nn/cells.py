@@ -1,4 +1,4 @@
-"""Recurrent cells: pure functions of (params, carry, x).
+"""The equations of the cells and their gates, as pure functions of (params, carry, x).
 
 Axes: *B any leading axes (usually one, the batch), D input features, H hidden features, G gates,
 K rank, I and *O inputs and outputs of a matrix. A function here computes one step. `layers.py`

@@ -1,4 +1,4 @@
-"""The accelerators that preflight knows, with the numbers that its estimates use.
+"""The accelerators that preflight knows: memory, peak FLOPs, bandwidths, clocks.
 
 Peak FLOPs and memory bandwidths are the published ones, and the memory of a TPU is what its
 compiler leaves to a program. Bandwidths of links and networks, latencies and launch times are
