@@ -36,7 +36,7 @@ from typing import Any
 
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 
 DRIVERS = {"gs": "gcs", "s3": "s3"}
 PAUSE = 15.0  # Seconds between two looks for files that have changed.
@@ -679,7 +679,7 @@ def _make_folder(name: str) -> tuple[pathlib.Path, Any]:
 
     Removes those of processes that were killed.
     """
-    cache = os.environ.get("MOGRIFIER_CACHE_DIR") or os.path.expanduser("~/.cache/mogrifier_jax")
+    cache = files.cache_folder()
     above = pathlib.Path(cache).absolute() / "buckets"
     above.mkdir(parents=True, exist_ok=True)
     for left in above.glob("[0-9a-f]" * 8):

@@ -54,6 +54,20 @@ class Array(NamedTuple):
 COUNT = Number(int, 0, 2**63 - 1)
 
 
+CACHE_VARIABLE = "MOGRIFIER_CACHE_DIR"
+
+
+def cache_folder() -> str:
+    """The folder of what can be made again: $MOGRIFIER_CACHE_DIR, or one in ~/.cache."""
+    folder = os.path.expanduser(os.environ.get(CACHE_VARIABLE) or "~/.cache/mogrifier_jax")
+    if folder.startswith("~"):  # It would become a folder named ~ in the current one.
+        raise errors.UsageError(
+            f"the cache {folder} has no place, because that home folder is unknown; set "
+            f"{CACHE_VARIABLE} to a folder"
+        )
+    return folder
+
+
 def open_regular(path: str | os.PathLike, remedy: str = COPY) -> IO[bytes]:
     """Opens a file for reading; refuses one that does not exist or is not a regular file."""
     try:

@@ -5,14 +5,13 @@ and refuse XLA_FLAGS that XLA cannot read.
 """
 
 import os
-import pathlib
 import subprocess
 import sys
 
 import jax
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 
 # What random numbers and dtypes depend on.
 NUMBERS = {
@@ -40,9 +39,8 @@ def use_compilation_cache() -> None:
     JAX_ENABLE_COMPILATION_CACHE=false switches it off.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        base = os.environ.get("MOGRIFIER_CACHE_DIR") or "~/.cache/mogrifier_jax"
-        folder = pathlib.Path(base).expanduser() / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        folder = os.path.join(files.cache_folder(), "compiled")
+        jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def check_xla_flags() -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, partitioning
+from mogrifier_jax import errors, files, partitioning
 from mogrifier_jax.analysis import explore
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import (
@@ -188,7 +188,7 @@ def test_the_digest_of_a_split_is_that_of_its_tokens(tmp_path):
 def test_scores_of_another_corpus_are_named(folder, tmp_path, monkeypatch, caplog):
     lines = ["some text\n", "of letters\n"] * 20
     change_config(folder, "data", name="text", path=str(tmp_path / "text"))
-    monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(files.CACHE_VARIABLE, str(tmp_path / "cache"))
     loaded = loading.load_run(reseal(folder, {}))
 
     def read(text, **known):
@@ -330,7 +330,7 @@ def test_a_strangers_folder_is_not_written_to(folder, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("some text\nof letters\n" * 20)
     evil = tmp_path / "evil"
     change_config(folder, "data", name="text", path=str(tmp_path / "text"), data_dir=str(evil))
-    monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(files.CACHE_VARIABLE, str(tmp_path / "cache"))
     splits = scored_texts.read_splits(loading.load_run(reseal(folder, {})))
     assert splits.task.splits == ("train", "valid", "test")
     assert not evil.exists() and (tmp_path / "cache").is_dir()

@@ -207,9 +207,9 @@ def check_same_corpus(
 def parse_seeds(text: str) -> list[int]:
     """Reads a list of different seeds, such as "1,2,3"."""
     seeds = text.split(",")
-    if not all(seed.isdecimal() for seed in seeds) or len(set(seeds)) < len(seeds):
+    numbers = [int(seed) for seed in seeds if seed.isdecimal()]
+    if len(set(numbers)) < len(seeds):  # 1 and 01 are the same run.
         raise errors.UsageError(f"--seeds={text} must be different numbers, such as 1,2,3")
-    numbers = [int(seed) for seed in seeds]
     for number in numbers:
         options.check_values({"seed": number}, {"seed": options.SEED}, prefix="--")
     return numbers

@@ -19,12 +19,11 @@ import numpy as np
 import tqdm
 from etils import epath
 
-from mogrifier_jax import buckets, errors
+from mogrifier_jax import buckets, errors, files
 from mogrifier_jax.data import vocabularies
 
 SPLITS = ("train", "valid", "test")
 SOURCE_VARIABLE = "MOGRIFIER_DATA_DIR"
-CACHE_VARIABLE = "MOGRIFIER_CACHE_DIR"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,15 +153,14 @@ def _encode(name: str, level: str, unit: str, texts: Iterable[str | memoryview])
 
 
 def _resolve_data_dir(data_dir: str | os.PathLike | None) -> str:
-    default = os.environ.get(CACHE_VARIABLE) or "~/.cache/mogrifier_jax"
-    return os.path.expanduser(data_dir or default)
+    return os.path.expanduser(data_dir) if data_dir else files.cache_folder()
 
 
 def _resolve_source_dir(source_dir: str | os.PathLike | None) -> pathlib.Path | None:
     source_dir = source_dir or os.environ.get(SOURCE_VARIABLE)
     if not source_dir:
         return None
-    path = pathlib.Path(buckets.local_copy(source_dir)).expanduser()
+    path = pathlib.Path(os.path.expanduser(buckets.local_copy(source_dir)))
     if not path.is_dir():
         raise errors.UsageError(
             f"source_dir {source_dir} is not a folder; name the folder that contains the files, or "

@@ -39,6 +39,10 @@ def average_files(paths: Sequence[str | os.PathLike]) -> Ensemble:
     """
     if len(paths) < 2:
         raise errors.UsageError(f"{len(paths)} files make no ensemble; give two or more")
+    places = [os.path.realpath(path) for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise errors.UsageError(f"{path} is there twice, and would count twice; give it once")
     (first, about), *others = (token_files.read_tokens(path) for path in paths)
     log_p = -first.nats.astype(np.float64)
     members = [first.mean()]

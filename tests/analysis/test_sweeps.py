@@ -307,6 +307,7 @@ def test_processes_that_are_stopped_are_left_for_the_next_time(file, beside, tmp
         (dict(names="bth"), "--set=bth is not in .* it has both, cold"),
         (dict(seeds="1,x"), "--seeds=1,x must be different numbers"),
         (dict(seeds="1,1"), "--seeds=1,1 must be different numbers"),
+        (dict(seeds="1,01"), "--seeds=1,01 must be different numbers"),
         (dict(parallel=0), "--parallel=0 must be the number of runs at a time, at least 1"),
     ],
 )

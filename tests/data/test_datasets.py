@@ -23,7 +23,7 @@ import pytest
 import tensorflow_datasets as tfds
 from absl import logging
 
-from mogrifier_jax import errors
+from mogrifier_jax import errors, files
 from mogrifier_jax.data import corpora, datasets
 from mogrifier_jax.data.datasets import base, enwik8, mwc, ptb, sources, text8
 
@@ -551,7 +551,7 @@ def test_enwik8_is_cut_by_bytes(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_only_read_is_not_written_to(tmp_path, monkeypatch):
-    monkeypatch.setenv(corpora.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(files.CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "text").write_text("some words\n" * 30)
     load = functools.partial(corpora.load_corpus, "text", path=str(tmp_path / "text"))
     expected = load(prepared_dir=str(tmp_path / "theirs"))

@@ -67,3 +67,7 @@ def test_ensembles_average_probabilities(tmp_path):
             ensembles.average_files([paths[0], tmp_path / f"{name}.npz"])
     with pytest.raises(errors.UsageError, match="two or more"):
         ensembles.average_files(paths[:1])
+    (tmp_path / "link.npz").symlink_to(paths[0])
+    for same in (paths[0], f"{tmp_path}/./a.npz", tmp_path / "link.npz"):
+        with pytest.raises(errors.UsageError, match="is there twice"):
+            ensembles.average_files([*paths, same])

@@ -109,13 +109,14 @@ def _paths(options: Options) -> list[str]:
 
 def _read_bytes(path: str) -> bytes:
     try:
-        file = pathlib.Path(path).expanduser()
+        file = pathlib.Path(os.path.expanduser(path))
         if file.exists() and not file.is_file():  # Reading a device may never end.
             raise IsADirectoryError(errno.EISDIR, "it is not a file")
         content = file.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise errors.UsageError(
-            f"text file {path} cannot be read ({error.strerror}); give the path of a text file"
+            f"text file {path} cannot be read ({reason}); give the path of a text file"
         ) from error
     if not content:
         raise errors.UsageError(f"text file {path} is empty; give a file with text")
