@@ -115,7 +115,7 @@ def output(path: Any) -> Iterator[Any]:
         yield path
         return
     folder, _, name = str(path).rpartition("/")
-    if not name or "/" not in _normalised(path).partition("://")[2]:
+    if "/" not in _normalised(path).partition("://")[2] or not name:
         raise errors.UsageError(f"{path} names no file; give one, as {str(path).rstrip('/')}/file")
     with _written_back(folder) as mirror:
         mirror.start_file(name)

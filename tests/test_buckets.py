@@ -692,6 +692,9 @@ def test_models_and_pages_are_saved_to_a_bucket_and_loaded_anew(store, run_in_bu
 
 @pytest.mark.parametrize("path", ["gs://runs", "gs://runs/", "gs://runs/folder/"])
 def test_an_address_without_a_name_is_no_file(path):
+    with pytest.raises(errors.UsageError, match="gs://bucket/name"):
+        with buckets.output("gs://"):
+            raise AssertionError
     with pytest.raises(errors.UsageError, match=f"{path} names no file"):
         with buckets.output(path):
             raise AssertionError
