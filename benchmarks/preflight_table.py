@@ -5,7 +5,8 @@
 
 Each compile is a process of its own and leaves a JSON file; those that are there are not made
 again when this is repeated, and those whose compiler is not installed are left to an environment
-that has it.
+that has it. A table of which the folder has no report stays as it is. For TPUs the tables have both
+ends of the range by the schedule; all other columns are by XLA's own estimates.
 """
 
 import argparse
@@ -40,7 +41,8 @@ REWIRED = {"ptb:rlstm": (64, 1), "enwik8:rlstm,48m": (128, 1), "enwik8:rlstm": (
 ALL = EXPERIMENTS | LSTMS | REWIRED
 # enwik8 with 96M parameters: a fixed batch of 128, and 32 stripes for each chip.
 SCALING = ("v5e:1x1", "v5e:2x2", "v5e:4x4", "v5e:8x8", "v5e:16x16")
-COLUMNS = "GiB a chip | ms a step | in collectives | tokens/s | of peak"
+GPU_COLUMNS = "GiB a chip | ms a step | in collectives | tokens/s | of peak"
+TPU_COLUMNS = GPU_COLUMNS.replace("ms a step", "ms by the schedule | ms by XLA's sum")
 
 
 class Job(NamedTuple):
@@ -111,29 +113,49 @@ def topology_table(folder: pathlib.Path, topology: str) -> list[str]:
     """Every experiment on one topology."""
     target = targets.parse(topology)
     memory = target.chip.memory / 2**30
-    lines = [
-        f"**{topology}**: {target.num_chips} chips of {memory:.1f} GiB",
-        "",
-        f"| experiment | batch | {COLUMNS} | hours |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    tpu = target.chip.kind == "tpu"
+    rows, jobs = [], []
     for name, (published, _) in ALL.items():
         job = table_job(name, topology)
         if report := read(folder, job):
             batch = f"{job.batch_size}{'*' * (job.batch_size != published)}"
-            lines.append(f"| `{name}` | {batch} | {_costs(report)} | {_hours(report)} |")
-    return [*lines, ""] if len(lines) > 4 else []
+            rows.append(f"| `{name}` | {batch} | {_costs(report, tpu)} | {_hours(report)} |")
+            jobs.append(job)
+    if not rows:
+        return []
+    return [
+        versions(folder, jobs),
+        "",
+        f"**{topology}**: {target.num_chips} chips of {memory:.1f} GiB",
+        "",
+        *_head(f"experiment | batch | {TPU_COLUMNS if tpu else GPU_COLUMNS} | hours"),
+        *rows,
+    ]
 
 
-def _costs(report: dict[str, Any]) -> str:
+def _head(columns: str) -> list[str]:
+    """The first two lines of a table, whose first column may hold names."""
+    first, *rest = columns.split(" | ")
+    align = ["---" if first == "experiment" else "---:", *("---:" for _ in rest)]
+    return [f"| {columns} |", f"| {' | '.join(align)} |"]
+
+
+def _costs(report: dict[str, Any], tpu: bool) -> str:
     needed = f"{report['needed'] / 2**30:.2f}" if report["needed"] else "?"
     if not report["fits"]:
-        return f"{needed}, does not fit | | | |"
+        return f"{needed}, does not fit | | | |" + " |" * tpu
     share = report["collective_seconds"] / report["seconds"]
     return (
-        f"{needed} | {1e3 * report['seconds']:.1f} | {share:.0%} | "
-        f"{report['tokens_per_second']:,.0f} | {report['peak_share']:.1%}"
+        f"{needed} | {_range(report) + ' | ' if tpu else ''}{1e3 * report['seconds']:.1f} | "
+        f"{share:.0%} | {report['tokens_per_second']:,.0f} | {report['peak_share']:.1%}"
     )
+
+
+def _range(report: dict[str, Any]) -> str:
+    """Both ends by the schedule, if the compiler wrote one."""
+    if schedule := report.get("schedule"):
+        return f"{1e3 * schedule['lower_seconds']:.1f} to {1e3 * schedule['upper_seconds']:.1f}"
+    return ""
 
 
 def _hours(report: dict[str, Any]) -> str:
@@ -142,10 +164,7 @@ def _hours(report: dict[str, Any]) -> str:
 
 def scaling_table(folder: pathlib.Path, growing: bool) -> list[str]:
     """enwik8 with 96M parameters on more and more chips of v5e."""
-    lines = [
-        f"| chips | batch | {COLUMNS} | efficiency |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows: list[str] = []
     best = None
     for job in scaling_jobs(growing):
         report = read(folder, job)
@@ -156,13 +175,16 @@ def scaling_table(folder: pathlib.Path, growing: bool) -> list[str]:
             each = report["tokens_per_second"] / report["chips"]
             best = best or each
             efficiency = f"{each / best:.0%}"
-        lines.append(f"| {report['chips']} | {job.batch_size} | {_costs(report)} | {efficiency} |")
-    return [*lines, ""] if len(lines) > 3 else []  # One row alone shows no scaling.
+        costs = _costs(report, tpu=True)
+        rows.append(f"| {report['chips']} | {job.batch_size} | {costs} | {efficiency} |")
+    if len(rows) < 2:  # One row alone shows no scaling.
+        return []
+    return [*_head(f"chips | batch | {TPU_COLUMNS} | efficiency"), *rows]
 
 
-def versions(folder: pathlib.Path) -> str:
-    """Dates and versions of all reports."""
-    contents = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+def versions(folder: pathlib.Path, jobs: list[Job]) -> str:
+    """Dates and versions of the reports of jobs."""
+    contents = [json.loads((folder / f"{job.name}.json").read_text()) for job in jobs]
     dates = sorted({content["date"] for content in contents})
     used = {f"{k} {v}" for content in contents for k, v in content["versions"].items()}
     days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
@@ -172,16 +194,14 @@ def versions(folder: pathlib.Path) -> str:
 def write(folder: pathlib.Path, path: pathlib.Path) -> None:
     """Puts the tables between their marks."""
     text = path.read_text()
-    blocks = {
-        "preflight": [
-            versions(folder),
-            "",
-            *(line for topology in TOPOLOGIES for line in topology_table(folder, topology)),
-        ],
+    blocks = {topology: topology_table(folder, topology) for topology in TOPOLOGIES}
+    blocks |= {
         "fixed batch": scaling_table(folder, growing=False),
         "growing batch": scaling_table(folder, growing=True),
     }
     for name, lines in blocks.items():
+        if not lines:
+            continue
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)

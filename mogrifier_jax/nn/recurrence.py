@@ -142,6 +142,8 @@ def _forward(
     zs, matrices = project_all(xs), maps.maps
     if plan.factor_product_bytes:
         matrices = maps.multiply_factors(plan.factor_product_bytes, plan.product_alignment)
+    elif plan.output_alignment > 1:
+        matrices = maps.pad_outputs(plan.output_alignment)
 
     def body(carry: State, inputs: Any) -> tuple[State, Any]:
         x, scanned, marks = inputs
@@ -329,7 +331,7 @@ def _input_gradients(
     d_matrix = taps.sum_of_products(saved.xs, d_zs, setting.plan.flatten_rows)
     d_input_map = {"input": d_matrix.astype(matrix.dtype)}
     if "bias" in saved.input_map:
-        d_bias = taps.sum_leading(d_zs, 2, setting.plan.sum_by_matmul)
+        d_bias = taps.sum_leading(d_zs, 2)
         d_input_map["bias"] = d_bias.astype(saved.input_map["bias"].dtype)
     transposed = taps.transpose(matrix.astype(setting.dtype))
     return d_input_map, jnp.tensordot(d_zs, transposed, axes=matrix.ndim - 1)

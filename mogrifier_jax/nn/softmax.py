@@ -250,7 +250,7 @@ def _log_probability_backward(
         dot = functools.partial(jnp.tensordot, preferred_element_type=us.dtype)
         d_us = dot(d_logits, matrix.astype(d_logits.dtype), axes=1)
         d_matrix = dot(d_logits, us.astype(d_logits.dtype), (lead, lead))
-        d_bias = taps.sum_leading(d_logits, len(lead), plan.sum_by_matmul).astype(bias.dtype)
+        d_bias = taps.sum_leading(d_logits, len(lead)).astype(bias.dtype)
         if plan.keep_embedding_layout:
             # XLA would transpose the gradient, and with it the embeddings and their optimizer
             # state at each train step.

@@ -109,6 +109,20 @@ class Taps:
         products = {name: multiply(matrices) for name, matrices in self.maps.items()}
         return jax.lax.optimization_barrier(products)
 
+    def pad_outputs(self, alignment: int) -> dict[str, Matrices]:
+        """The maps, with zeros that fill the last axis of large ones up to a multiple."""
+
+        def pad(matrices: Matrices) -> Matrices:
+            missing = -matrices[-1].shape[-1] % alignment
+            if len(matrices) == 2 or not missing:
+                return matrices
+            (matrix,) = matrices
+            return (jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, missing)]),)
+
+        # The barrier makes XLA fill them up once, before a loop.
+        padded = {name: pad(matrices) for name, matrices in self.maps.items()}
+        return jax.lax.optimization_barrier(padded)
+
     def vectors_of_rows(self, rows: int) -> dict[str, Array]:
         """The vectors once for each row of a batch."""
         return {n: jnp.broadcast_to(v, (rows, *v.shape)) for n, v in self.vectors.items()}
@@ -116,7 +130,7 @@ class Taps:
     def apply(
         self, name: str, x: Float[Array, "*B I"], maps: dict[str, Matrices]
     ) -> Float[Array, "..."]:
-        """The output of a map for x; `maps` is `self.maps`, or `multiply_factors` of it."""
+        """The output of a map for x; `maps` is `self.maps`, or these as made by a method above."""
         if self._round_before_cast and not self.is_thin(name):
             # XLA does not move the cast of a rounded x. Otherwise it would fuse the cast into the
             # computation of x, and a TPU takes longer to write bfloat16.
@@ -129,6 +143,9 @@ class Taps:
                 axes=1,
                 preferred_element_type=self._dtype,
             )
+        size = self.maps[name][-1].shape[-1]
+        if x.shape[-1] > size:
+            x = x[..., :size]
         return self._add_bias(name, x) if self._adds_bias else x
 
     def _add_bias(self, name: str, y: Float[Array, "*S"]) -> Float[Array, "*S"]:
@@ -172,7 +189,7 @@ class Taps:
         for name, matrices in self.maps.items():
             x, d_output = inputs[name], d_outputs[name]
             if name in self._bias:
-                grads[self._bias[name]] = sum_leading(d_output, 2, plan.sum_by_matmul)
+                grads[self._bias[name]] = sum_leading(d_output, 2)
             if self.is_thin(name):
                 low = jnp.tensordot(x, matrices[0], axes=1)
                 grads[self._second[name]] = sum_of_products(low, d_output, plan.flatten_rows)
@@ -262,12 +279,6 @@ def sum_of_products(
     return jnp.tensordot(x, d_output, ((0, 1), (0, 1)), preferred_element_type=wide)
 
 
-def sum_leading(
-    x: Float[Array, "..."], num_axes: int, by_matmul: bool = False
-) -> Float[Array, "..."]:
-    """Sums over the first `num_axes` axes in at least float32, as a matmul by ones if asked to."""
-    if not by_matmul:
-        return cells.widen(x).sum(tuple(range(num_axes)))
-    # XLA would rewrite a matmul by a single row of ones as a product and a sum, but not by eight.
-    ones = jnp.ones((8, *x.shape[:num_axes]), x.dtype)
-    return jnp.tensordot(ones, x, num_axes, preferred_element_type=cells.wide(x.dtype))[0]
+def sum_leading(x: Float[Array, "..."], num_axes: int) -> Float[Array, "..."]:
+    """Sums over the first `num_axes` axes in at least float32."""
+    return cells.widen(x).sum(tuple(range(num_axes)))

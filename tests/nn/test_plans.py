@@ -111,9 +111,11 @@ def test_gpus_pack_and_multiply_if_maps_read_inputs():
     assert plans.make_plan("rocm", sizes_of(MOGRIFIER)) == plans.Plan()
 
 
-FORWARD = dict(sum_by_matmul=True, operands_forward=BF16, uninitialised_forward=128 * MIB)
-SMALL = FORWARD | dict(operands_backward=BF16, uninitialised_backward=128 * MIB)
-LARGE = FORWARD | dict(operands_backward=BF16, round_before_cast=True, recompute_thin_outputs=True)
+FORWARD = dict(operands_forward=BF16, uninitialised_forward=128 * MIB)
+BOTH = FORWARD | dict(operands_backward=BF16)
+ALIGNED = dict(output_alignment=128)
+SMALL = BOTH | ALIGNED | dict(uninitialised_backward=128 * MIB)
+LARGE = BOTH | ALIGNED | dict(round_before_cast=True, recompute_thin_outputs=True)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +140,24 @@ def test_tpus_are_given_by_how_much_a_device_stores(stored, expected):
 
 def test_tpus_have_other_plans_for_maps_of_h_alone_single_rows_and_other_dtypes():
     assert on_tpus(sizes_of(LSTM)) == FORWARD
-    assert on_tpus(sizes_of(layers.MLSTMCell(H))) == SMALL
+    assert on_tpus(sizes_of(layers.MLSTMCell(H))) == BOTH | dict(uninitialised_backward=128 * MIB)
     assert on_tpus(sizes_of(LSTM, batch=1)) == FORWARD | dict(rows_from_one=8)
     assert on_tpus(sizes_of(LSTM, batch=2), devices=2) == FORWARD | dict(rows_from_one=8)
     bfloat16 = sizes_of(layers.MogrifierLSTMCell(H, dtype=jnp.bfloat16))
-    assert on_tpus(bfloat16) == dict(sum_by_matmul=True)
+    assert on_tpus(bfloat16) == ALIGNED
     with jax.default_matmul_precision("highest"):
-        assert on_tpus(sizes_of(MOGRIFIER)) == dict(sum_by_matmul=True)
+        assert on_tpus(sizes_of(MOGRIFIER)) == ALIGNED
     # Padded rows count: eight times 16 MiB.
     single = dataclasses.replace(sizes_of(MOGRIFIER), steps=1, rows=1, large_outputs=4 * MIB)
     assert on_tpus(single) == LARGE | dict(backward_chunk=16, rows_from_one=8)
+
+
+def test_tpus_that_share_features_do_not_align_them():
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    for size, expected in ((1, 128), (2, 1)):
+        mesh = jax.sharding.AbstractMesh((2, size), ("data", "model"), axis_types=auto)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert plans.make_plan("tpu", sizes_of(MOGRIFIER)).output_alignment == expected
 
 
 # Which platform.

@@ -292,7 +292,7 @@ def test_every_cell_has_a_variant():
 
 MANY = 2**30  # Bytes that no test has.
 # What platforms are given for windows of several sizes, in chunks that are short enough for T.
-TPU = plans.Plan(uninitialised_forward=MANY, uninitialised_backward=MANY, sum_by_matmul=True)
+TPU = plans.Plan(output_alignment=128, uninitialised_forward=MANY, uninitialised_backward=MANY)
 PLANS = {
     "default": plans.Plan(),
     "small on a TPU": TPU,
@@ -356,6 +356,7 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
         dict(operands_forward=plans.BFLOAT16),
         dict(operands_backward=plans.BFLOAT16),
         dict(round_before_cast=True),
+        dict(output_alignment=128),
         dict(uninitialised_forward=MANY),
         dict(uninitialised_backward=MANY),
         dict(stack_carries=True),
@@ -363,7 +364,6 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
         dict(backward_chunk=3),
         dict(factor_product_bytes=MANY),
         dict(pack_results=True),
-        dict(sum_by_matmul=True),
         dict(overwrite_outputs=True),
         dict(flatten_rows=True),
     ):
