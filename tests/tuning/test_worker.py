@@ -90,7 +90,7 @@ def test_a_study_does_not_go_on_with_another_corpus(tmp_path):
     with checkpoints.Checkpoints(tmp_path / "trials" / "0000", fingerprint=fingerprint) as saved:
         saved.save(1, {"x": jnp.float32(1)}, info={}, best=True)
     training_trials.check_corpus(str(tmp_path), text)
-    with pytest.raises(errors.UsageError, match=r"trials/0000: the text of valid is another"):
+    with pytest.raises(errors.UsageError, match=r"trials/0000: the text of valid has changed"):
         training_trials.check_corpus(str(tmp_path), text | {"valid": "3"})
 
 
