@@ -220,15 +220,9 @@ class Cell(nn.RNNCellBase):
         return self.to_carry(cells.cast_state(self.state_type(*drawn), dtype))
 
     @nn.nowrap
-    def to_carry(self, state: cells.State, like: CarryLike | None = None) -> CarryLike:
-        """The state in the form that users see, as Flax's cell of the same kind has it.
-
-        If the carry `like` is a plain tuple, so is the result: the carry of a `lax.scan` must not
-        change its type.
-        """
-        if isinstance(state, cells.Carry):
-            return state.h
-        return tuple(state) if type(like) is tuple else state
+    def to_carry(self, state: cells.State) -> CarryLike:
+        """The state in the form that users see, as Flax's cell of the same kind has it."""
+        return state.h if isinstance(state, cells.Carry) else state
 
     @nn.nowrap
     def to_state(self, carry: CarryLike, dtype: DTypeLike) -> cells.State:
@@ -285,7 +279,7 @@ class Cell(nn.RNNCellBase):
         dtype = self.computation_dtype(x, weights)
         params, state = taps.cast_matrices(weights, dtype), self.to_state(carry, dtype)
         state, _ = self.cell(params, state, x.astype(dtype), **extras)
-        return self.to_carry(state, like=carry), state.h
+        return self.to_carry(state), state.h
 
     @nn.compact
     def weights(self, input_size: int) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class RNN(nn.RNN):
             state, ys = self.run_window(weights, carry, xs, masks, last, resets, start)
             ys = flip(ys) if reverse and keep_order else ys
             ys = jnp.moveaxis(ys.reshape(steps, *batch, ys.shape[-1]), 0, time_axis)
-            carry = self.cell.to_carry(state, like=initial_carry)
+            carry = self.cell.to_carry(state)
             return jax.tree.map(lambda a: a.reshape(*batch, a.shape[-1]), carry), ys
 
         def specs(of_xs: tuple[Any, ...]) -> Any:
@@ -165,8 +165,7 @@ class RNN(nn.RNN):
             of_ys = [*of_batch, None]
             of_ys.insert(time_axis, of_steps)
             parts = [PartitionSpec(*of_batch, None)] * len(self.cell.state_type._fields)
-            state = self.cell.state_type(*parts)
-            return self.cell.to_carry(state, like=initial_carry), PartitionSpec(*of_ys)
+            return self.cell.to_carry(self.cell.state_type(*parts)), PartitionSpec(*of_ys)
 
         operands = (weights, xs, carry, start, lengths, resets, masks)
         carry, ys = meshes.run_automatically(compute, operands, specs, like=xs)
