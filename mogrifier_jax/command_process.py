@@ -1,17 +1,21 @@
-"""A command as a process: its standard streams, the process that started it, and its exit code.
+"""A command as a process: its streams and limits, the process that started it, and its exit code.
 
 Nothing slow is imported here, because `main.py` needs this module before everything else.
 """
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 from typing import NoReturn
 
+from mogrifier_jax import errors
+
 PARENT = "MOGRIFIER_PARENT"  # The variable with the id of the process that started this one.
+MIN_OPEN_FILES = 32  # With fewer, libraries hang or print tracebacks as they save.
 
 
 def prepare_streams() -> None:
@@ -29,6 +33,16 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
     if "MPLBACKEND" in os.environ:  # It may name a backend that is not installed.
         os.environ["MPLBACKEND"] = "agg"
+
+
+def check_open_files() -> None:
+    """Refuses a limit of open files with which no run could save its checkpoints."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
+        raise errors.UsageError(
+            f"this process may open only {limit} files at a time, and needs {MIN_OPEN_FILES} or "
+            "more; raise that limit, for example by ulimit -n 1024"
+        )
 
 
 def end_with_parent() -> None:

@@ -89,6 +89,7 @@ def main(argv: Sequence[str]) -> None:
         with local_paths():
             return show_config()
 
+    command_process.check_open_files()
     import jax
 
     from mogrifier_jax import distributed, hardware, jax_settings

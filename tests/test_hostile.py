@@ -1,5 +1,6 @@
 """What a hostile week finds: odd paths, damaged files, full disks, others at the same files."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import errno
@@ -9,6 +10,7 @@ import logging
 import os
 import pathlib
 import pkgutil
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mogrifier_jax import errors, files, partitioning
+from mogrifier_jax import command_process, errors, files, partitioning
 from mogrifier_jax.analysis import explore
 from mogrifier_jax.data import corpora, streams, tasks
 from mogrifier_jax.evaluation import (
@@ -307,11 +309,15 @@ def test_reads_that_fail_late_print_nothing(tmp_path, monkeypatch):
     assert free_a_read() == 1
 
 
+@pytest.mark.parametrize(
+    "source, message",
+    [(None, "Event loop is closed"), (asyncio.BaseEventLoop.__del__, "no attribute '_ssock'")],
+)
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_saves_that_fail_late_print_nothing(tmp_path, monkeypatch, succeeds):
+def test_saves_that_fail_late_print_nothing(tmp_path, monkeypatch, succeeds, source, message):
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
-    failure = types.SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed"))
+    failure = types.SimpleNamespace(object=source, exc_value=RuntimeError(message))
     try:
         with checkpoints.Checkpoints(tmp_path) as saved:
             if not succeeds:
@@ -407,6 +413,15 @@ def test_other_limits_than_room_are_named(tmp_path, monkeypatch):
         with pytest.raises(errors.UsageError, match=r"raise that limit \(ulimit -n\), then"):
             with saved._saving():
                 raise ValueError(long)
+
+
+@pytest.mark.parametrize("limit, refused", [(16, True), (resource.RLIM_INFINITY, False)])
+def test_too_few_open_files_are_refused_before_the_work(monkeypatch, limit, refused):
+    """Orbax and asyncio hang with so few, or print tracebacks."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    expected = pytest.raises(errors.UsageError, match=r"only 16 files .* ulimit -n 1024")
+    with expected if refused else contextlib.nullcontext():
+        command_process.check_open_files()
 
 
 def test_failures_of_the_background_are_not_logged_too():

@@ -1,5 +1,6 @@
 """Arrays on disk, written and read by Orbax, and the workarounds that long runs need."""
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -87,7 +88,10 @@ def quiet_failure() -> Iterator[None]:
     def filtered(failure: Any) -> None:
         code = getattr(failure.object, "cr_code", None)
         is_transfer = code is not None and "orbax" in code.co_filename
-        if not is_transfer and "Event loop is closed" not in str(failure.exc_value):
+        # One that could not open its sockets, because too many files were open, fails to close.
+        is_event_loop = failure.object is asyncio.BaseEventLoop.__del__
+        closed = "Event loop is closed" in str(failure.exc_value)
+        if not (is_transfer or is_event_loop or closed):
             hook(failure)
 
     sys.unraisablehook = filtered
