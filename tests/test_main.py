@@ -67,7 +67,10 @@ def trained(monkeypatch):
         ([TINY, "--mode=config", "--config.model.rounds=1000000"], "model.rounds 1000000 must be"),
         ([TINY, "--mode=config", "--config.optimizer.learning_rate=1e300"], "1e+300 must be at mo"),
         ([TINY, "--mode=config", "--json=docs"], "--json=docs cannot be written"),
-        (["--mode=sweep", ABLATION, "--set=rounds", "--workdir=hdfs://b/x"], "is an address, not"),
+        (
+            ["--mode=sweep", ABLATION, "--set=rounds", "--workdir=hdfs://b/x"],
+            "neither a path of this",
+        ),
         ([TINY, "--peer_timeout=nan"], "--peer_timeout nan must be from 0.1 to 86400"),
         (["--mode=evaluate", "--eval.window=0"], "eval.window 0 must be at least 1, or left out"),
         ([TINY, "--config.model.rounds.x=3"], "model.rounds.x"),

@@ -67,7 +67,10 @@ NONSENSE = {
     "num_samples": (lambda m: m.generate(num_samples=10**12), "num_samples .* must be at most"),
     "length": (lambda m: m.generate(length=2.5), "length 2.5 must be a whole number"),
     "save": (lambda m: m.save("/proc/nothing/x"), "cannot be written"),
-    "save to an address": (lambda m: m.save("hdfs://a/b"), "path=hdfs://a/b is an address"),
+    "save to an address": (
+        lambda m: m.save("hdfs://a/b"),
+        "hdfs://a/b is neither a path of this machine nor",
+    ),
     "save to a bucket's path": (
         lambda m: m.save(pathlib.Path("s3://a/b")),
         "s3://a cannot be used",

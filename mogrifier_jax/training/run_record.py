@@ -225,7 +225,7 @@ class RunRecord:
         self.saved.wait()
         kept, good = f"{self.workdir} has no checkpoint yet", self.saved.latest_step
         if good is not None:
-            kept = f"the last good checkpoint in {self.workdir} is that of step {good}"
+            kept = f"the last good checkpoint, in {self.workdir}, is from step {good}"
         rate, clip = (self.run.config.optimizer.get(k) for k in ("learning_rate", "clip_norm"))
         return errors.Diverged(
             f"{what} is not finite; {kept}. Try, in another workdir, a lower "

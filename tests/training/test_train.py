@@ -342,7 +342,7 @@ def test_a_run_that_diverges_says_so_and_keeps_what_is_good(workdir):
     assert stopped.value.exit_code == 3
     for words in (
         "the loss of step 6",
-        "checkpoint is that of step 4",
+        "is from step 4",
         "learning_rate (now 1e+30)",
     ):
         assert words in str(stopped.value)
