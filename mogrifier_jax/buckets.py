@@ -227,10 +227,20 @@ class Mirror:
             self._thread.start()
 
     def start_file(self, name: str) -> None:
-        """Copies one file, because a report is renewed and not begun anew."""
+        """Copies one file, because a report is renewed and not begun anew.
+
+        An empty object is written and deleted first: a bucket that is missing looks like one
+        without the file, and what the command computes could not be written in the end.
+        """
         self.folder.mkdir()
+        first = _is_first_process()
+        if first:
+            probe = f".{name}.tmp".encode()
+            with _explained(self.url, "written"):
+                self._store.write(probe, b"").result()
+                self._store.write(probe, None).result()
         self.fetch([name])
-        self._complete = _is_first_process()
+        self._complete = first
 
     def pull(self) -> bool:
         """Copies the folder from the bucket; False if nothing is there."""

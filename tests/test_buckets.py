@@ -220,8 +220,8 @@ def check_usable(files):
     return sorted(int(group.split("/")[-2]) for group in whole)
 
 
-def test_a_kill_at_any_request_leaves_what_a_disk_might_hold(store, monkeypatch):
-    """The mirror writes after each change of the files; every prefix of its requests is usable."""
+def record_states(store, monkeypatch):
+    """A list that gets the files of the store after each request."""
     states = []
     answer = object_store.Handler.answer
 
@@ -230,6 +230,12 @@ def test_a_kill_at_any_request_leaves_what_a_disk_might_hold(store, monkeypatch)
         states.append(contents(store))
 
     monkeypatch.setattr(object_store.Handler, "answer", note)
+    return states
+
+
+def test_a_kill_at_any_request_leaves_what_a_disk_might_hold(store, monkeypatch):
+    """The mirror writes after each change of the files; every prefix of its requests is usable."""
+    states = record_states(store, monkeypatch)
     monkeypatch.setattr(buckets, "_AT_ONCE", 1)
     with buckets.mounted(RUN) as folder:
         (mirror,) = buckets._mirrors.values()
@@ -244,14 +250,7 @@ def test_a_kill_at_any_request_leaves_what_a_disk_might_hold(store, monkeypatch)
 
 
 def test_a_checkpoint_that_appears_during_a_look_waits_for_its_metrics(store, monkeypatch):
-    states = []
-    answer = object_store.Handler.answer
-
-    def note(handler, act):
-        answer(handler, act)
-        states.append(contents(store))
-
-    monkeypatch.setattr(object_store.Handler, "answer", note)
+    states = record_states(store, monkeypatch)
     with buckets.mounted(RUN) as folder:
         (mirror,) = buckets._mirrors.values()
         turns = iter([(10, 10)])
@@ -469,6 +468,20 @@ def test_a_bucket_that_cannot_be_used_is_refused_before_any_work(store, tmp_path
     store.denied = url == RUN
     with pytest.raises(errors.UsageError, match=rf"{url} cannot be (read|written) \("):
         with buckets.mounted(url, exclusive=True):
+            raise AssertionError
+    assert not cached(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["gs://missing/run", RUN])
+def test_a_bucket_that_cannot_get_a_file_is_refused_before_any_work(
+    store, tmp_path, monkeypatch, url
+):
+    def forbid(handler, *_):
+        handler.send(403, b"{}")
+
+    monkeypatch.setattr(object_store.Handler, "write", forbid)  # Reading is permitted.
+    with pytest.raises(errors.UsageError, match=rf"{url} cannot be written \("):
+        with buckets.output(f"{url}/report.md"):
             raise AssertionError
     assert not cached(tmp_path)
 
