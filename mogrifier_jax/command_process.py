@@ -1,4 +1,4 @@
-"""A command as a process: its streams and limits, the process that started it, and its exit code.
+"""Prepares the process of a command: standard streams, limits, its parent, its exit code.
 
 Nothing slow is imported here, because `main.py` needs this module before everything else.
 """

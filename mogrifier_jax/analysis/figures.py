@@ -1,4 +1,4 @@
-"""The common style of all figures of the analysis: colours of models, panels and legends.
+"""The style that all figures of the analysis share: colours of models, panels and legends.
 
 Figures are made without pyplot, which keeps them open and may show windows.
 """

@@ -1,4 +1,4 @@
-"""The files that compare the runs of a sweep.
+"""Writes the tables and figures that compare the runs of a sweep.
 
 For each set these are `<set>.json` (the rows of `sweep_results.collect`), `<set>.md` (the table),
 `<set>.png` (the scores) and `<set>_curves.png` (learning curves), all in the workdir of the sweep.

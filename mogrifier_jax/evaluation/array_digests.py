@@ -1,4 +1,4 @@
-"""A digest of arrays, by which a damaged file, or a file of other weights, is recognised."""
+"""A digest of arrays, by which readers of model files and of gradient statistics notice damage."""
 
 import hashlib
 from collections.abc import Mapping

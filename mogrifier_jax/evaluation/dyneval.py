@@ -1,4 +1,4 @@
-"""Dynamic evaluation: the weights adapt to the text while it is scored.
+"""Dynamic evaluation: after each scored window, its scaled gradient updates the weights.
 
 Axes: A adaptations side by side, W windows of one dispatch, B stripes, T time, N tokens.
 

@@ -1,1 +1,1 @@
-"""Cells, the fast recurrence, layers and models: no configs, corpora or files are known here."""
+"""Cells, the fast recurrence, layers and models, independent of configs, corpora and files."""

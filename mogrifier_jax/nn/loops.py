@@ -1,4 +1,4 @@
-"""Replacements of `lax.scan` with the same results, which write these to memory differently."""
+"""Variants of `lax.scan` that write the same results to memory in ways a platform does faster."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Loops on meshes whose axes are explicit or manual, as in `jax.make_mesh` and `jax.shard_map`.
+"""Makes the types of a loop's carry agree on explicit meshes and inside `jax.shard_map`.
 
 On such a mesh the type of an array says how it is sharded, and the type of a loop's carry must not
 change. A carry of zeros is sharded over no axis, whereas the carry after a step is sharded as the

@@ -1,4 +1,4 @@
-"""The recurrence: a scan over a window, and what it stores for a fast backward pass.
+"""The fast recurrence: a scan that stores states and matmul outputs for its backward pass.
 
 Axes: T time, B batch, D input features, H hidden features.
 

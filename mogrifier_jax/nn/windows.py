@@ -1,4 +1,4 @@
-"""Runs a cell over a window by the plan of its platform, in chunks if `remat_window` is set.
+"""Runs a cell over a window for `RNN`: plans it, splits it into chunks, calls the recurrence.
 
 Axes: T time, B batch, D input features, H hidden features. `recurrence.py` has the algorithm,
 `plans.py` the plans.

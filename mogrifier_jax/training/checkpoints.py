@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved in the background, checksums compared when restored.
+"""Saves checkpoints in the background; a damaged one is set aside and an older one restored.
 
 Orbax writes the arrays and commits a checkpoint by renaming its folder, so a killed run leaves
 either a whole checkpoint or none. It does not notice flipped bits, so every leaf is saved with a

@@ -1,4 +1,4 @@
-"""Log lines: short, above the progress bar, without what libraries log, and copied to run.log."""
+"""Log lines: short, above the progress bar, copied to run.log, those of libraries left out."""
 
 import contextlib
 import io

@@ -1,7 +1,7 @@
-"""The record of a run in its workdir: metrics, decisions, checkpoints and results.
+"""Writes what training leaves in a workdir, and refuses numbers that are not finite.
 
-The loop of `train.py` reports its measurements to the record, which refuses numbers that are not
-finite, so that every checkpoint is good.
+The loop of `train.py` reports its measurements and decisions to the record, which saves metrics,
+checkpoints and results.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Makes a run of a config: model, data, devices, optimizer and schedule.
+"""Makes a run from a config: model, data, devices, optimizer and schedule.
 
 `make_run` reads every section of a config, and refuses what does not fit before anything is
 computed. `programs.py` compiles a run, and `train.py` trains it.

@@ -1,4 +1,4 @@
-"""Early stopping, learning rate drops and the start of averaging, decided before each turn.
+"""Decides after each evaluation: early stopping, learning rate drops, the start of averaging.
 
 Decisions depend on the validation cross-entropies alone.
 

@@ -1,4 +1,4 @@
-"""Requests to stop a run: SIGTERM, Ctrl-C, and the preemption of one of several processes."""
+"""SIGTERM, Ctrl-C and preemption: training saves its state and exits with code 75."""
 
 import contextlib
 import signal

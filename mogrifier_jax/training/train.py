@@ -1,4 +1,4 @@
-"""Training from top to bottom: prepare, restore, turns, final scores.
+"""The training loop: prepare, restore, then turns of evaluation and steps, then final scores.
 
 A run is `turns` x `steps_per_turn` optimizer steps with an evaluation before each turn. Started
 again in the same workdir, it continues with exactly the numbers of an unbroken run, because the

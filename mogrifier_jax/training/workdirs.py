@@ -1,4 +1,4 @@
-"""The small files of a workdir, which say what the run is.
+"""config.json, vocabulary.json and version.json, the files that say what a run is.
 
 config.json       the resolved config; `_types` names what JSON cannot express
 vocabulary.json   the vocabulary

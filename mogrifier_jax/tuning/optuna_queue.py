@@ -1,4 +1,4 @@
-"""The trials of a study in one of Optuna's storages, which any number of workers share.
+"""Decides which worker runs which trial of a study that Optuna stores, and requeues lost ones.
 
 No trial is lost: every worker notes every few seconds that it is alive, and if it dies, another one
 marks its trial as failed and adds a new trial, which continues in the same folder from the last

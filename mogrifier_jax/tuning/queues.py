@@ -1,4 +1,4 @@
-"""Opens the queue that hands out the trials of a study.
+"""Opens the queue of a study: Optuna's in a database or journal, or that of a Vizier service.
 
 `optuna_queue.py` has the queue of Optuna's storages, and `vizier_queue.py` the queue of a Vizier
 service. A storage that has lost trials is refused, so that a study never starts from scratch by

@@ -1,4 +1,4 @@
-"""Opens the storages in which Optuna keeps the trials of a study.
+"""Opens the database or the journal file in which Optuna stores the trials of a study.
 
 A storage is an SQLAlchemy URL, such as sqlite:///study.db or the URL of a PostgreSQL server, or the
 path of a journal file on a disk that all workers can access. `queues.py` decides between these and

@@ -1,4 +1,4 @@
-"""Trials, and the queues that hand them out to any number of workers.
+"""The interfaces of a trial and of a queue, which hands trials out to any number of workers.
 
 `optuna_queue.py` implements both for Optuna's storages, and `vizier_queue.py` for a Vizier service.
 """

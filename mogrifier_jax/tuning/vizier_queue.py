@@ -1,4 +1,4 @@
-"""The trials of a study in a Vizier service, which makes the suggestions.
+"""Gets the trials of a study from a Vizier service, which suggests and assigns them.
 
 A worker that is started again gets its trials back. If it never returns, no other worker gets them.
 """

@@ -1,4 +1,4 @@
-"""Finds the files of a corpus in a folder of the user, or downloads them.
+"""Finds the files of a corpus in the user's folder, or downloads them.
 
 A file may be plain, compressed as .gz or .xz, or in the archive in which it was published. Its
 content is checked before it is used. `base.py` stores the content.

@@ -1,4 +1,4 @@
-"""Any text of the user: three files, or one file that is divided at line breaks."""
+"""The user's own text: three files, or one file that is divided at line breaks."""
 
 import dataclasses
 import errno
