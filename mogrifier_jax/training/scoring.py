@@ -199,7 +199,8 @@ def score_windows(
             )
 
         # vmap does not repeat what does not depend on the scale.
-        after, nats = jax.vmap(score_at, out_axes=(None, 0))(logit_scales)
+        # With JAX_DISABLE_JIT the scales are NumPy's, which vmap of a custom derivative refuses.
+        after, nats = jax.vmap(score_at, out_axes=(None, 0))(jnp.asarray(logit_scales))
         return after, WindowScores(
             nats if keep else (), nats.sum((-2, -1)), steps.num_targets(batch)
         )

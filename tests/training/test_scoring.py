@@ -48,6 +48,13 @@ def test_the_first_windows_are_scored_alone(small, one_stream):
         np.testing.assert_allclose(score.total, direct[: 6 * windows].sum(), rtol=1e-6)
 
 
+def test_scores_without_compilation(small, one_stream):
+    compiled = one_stream.sums(small.params, [0.9], max_windows=1)
+    with jax.disable_jit():
+        plain = one_stream.sums(small.params, [0.9], max_windows=1)
+    np.testing.assert_allclose(plain.total, compiled.total, rtol=1e-6)
+
+
 def test_one_program_serves_all_dispatches_and_temperatures(small, one_stream):
     warm, cold = (one_stream.sums(small.params, [scale]).total for scale in (0.9, 1.1))
     assert warm != cold
