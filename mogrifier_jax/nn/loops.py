@@ -1,4 +1,4 @@
-"""Variants of `lax.scan` that write the same results to memory in ways a platform does faster."""
+"""Variants of `lax.scan` with the same results, stored in ways that suit a platform better."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Plans: how a window is computed on CPU, GPU and TPU, given the dtype and the sizes.
+"""Chooses how the recurrence and the softmax run on CPU, GPU and TPU, given dtype and sizes.
 
 The equations are in `recurrence.py` and `softmax.py`, which name no platform. All plans compute the
 same numbers, with one exception: for float32 at JAX's default precision, a TPU rounds the operands

@@ -1,4 +1,4 @@
-"""Taps take the place of a cell's matrices, so that the recurrence can store and reuse matmuls.
+"""Stand-ins for a cell's matrices, which let the recurrence store and reuse each matmul.
 
 With them `recurrence.py` intercepts the input and the output of every linear map of a step. Only
 `cells.project` and `cells.affine` call them. Axes: T time, B batch, I inputs of a map.

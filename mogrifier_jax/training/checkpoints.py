@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background; a damaged one is set aside and an older one restored.
+"""Saves checkpoints in the background; if checksums differ, an older checkpoint is restored.
 
 Orbax writes the arrays and commits a checkpoint by renaming its folder, so a killed run leaves
 either a whole checkpoint or none. It does not notice flipped bits, so every leaf is saved with a

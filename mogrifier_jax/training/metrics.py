@@ -1,4 +1,4 @@
-"""The files that record the numbers of a run: `metrics.jsonl`, `speed.jsonl` and TensorBoard's.
+"""Writes the numbers of a run to metrics.jsonl, speed.jsonl and TensorBoard's event files.
 
 `metrics.jsonl` has one JSON object per line, in the order of the run, and only numbers that are
 reproducible: a resumed run writes the same bytes as a run that was never interrupted.

@@ -1,4 +1,4 @@
-"""Writes what training leaves in a workdir, and refuses numbers that are not finite.
+"""Passes what training measures to metrics, checkpoints and results; refuses NaN and infinity.
 
 The loop of `train.py` reports its measurements and decisions to the record, which saves metrics,
 checkpoints and results.
