@@ -5,7 +5,7 @@ again in the same workdir, it continues with exactly the numbers of an unbroken 
 state holds everything that they depend on and because dispatches end at the same steps whether or
 not the run was interrupted.
 
-`runs.py` makes a run of a config, `programs.py` compiles it, `run_record.py` writes its workdir,
+`runs.py` makes a run from a config, `programs.py` compiles it, `run_record.py` writes its workdir,
 and `schedule.py` makes the decisions between turns.
 """
 
