@@ -71,7 +71,8 @@ def convert(
     Args:
       state_dict: tensors or arrays by name, in one of the layouts above.
       rounds: the number of rounds of gating. It must be given if all rounds share one q and r,
-        because the weights do not show the number then. By default, every round that has weights.
+        because the weights do not show the number then, or if a single map might be another layer.
+        By default, every round that has weights.
       prefix: the part of the names before those of the cell, such as "layers.0.".
 
     Returns:
@@ -309,10 +310,16 @@ def _read_rounds(
             f"rounds {rounds} needs gating maps, and there are none beside the LSTM; give the "
             "state dict of the whole cell, or leave rounds out for a plain LSTM"
         )
-    if not groups or rounds == 0:
+    if not groups:
         return []
     if len(groups) == 1:
-        entries = next(iter(groups.values()))
+        ((name, entries),) = groups.items()
+        own_name = re.fullmatch(r"q|.*mog.*", name.rpartition(".")[2].lower())
+        if len(entries) == 1 and rounds is None and not own_name:
+            raise errors.UsageError(
+                f"{name} may be the map of the only round, or another layer of the model; say "
+                "rounds=1 or rounds=0, or choose the cell by its prefix"
+            )
     else:
         entries = _interleave(groups, sizes, rounds)
     if rounds is not None and rounds > len(entries):
@@ -331,7 +338,8 @@ def _interleave(
     if set(named) != {"q", "r"}:
         raise errors.UsageError(
             f"the gating maps {', '.join(groups)} are not of a known layout: one list with an "
-            "entry for each round, or q (for x) and r (for h); rename the keys"
+            "entry for each round, or q (for x) and r (for h); rename the keys, or choose the cell "
+            "by its prefix"
         )
     q, r = (_join_factors(named[name], out, sizes) for name, out in (("q", 0), ("r", 1)))
     if len(q) == len(r) == 1 and rounds is None:

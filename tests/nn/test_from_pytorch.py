@@ -186,6 +186,16 @@ def test_fewer_rounds_than_there_are_maps():
     np.testing.assert_allclose(found, run(weights, gate, 2, XS), rtol=1e-4, atol=1e-5)
 
 
+def test_a_single_map_of_any_name_is_a_round_if_it_is_said_to_be_one():
+    weights = make_lstm()
+    make_linear(weights, "fc", 0)
+    found = run_ours(from_pytorch.convert(weights, rounds=1))
+    expected = run(weights, lambda i, v: linear(weights, "fc", v), 1, XS)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    bare = run_ours(from_pytorch.convert(weights, rounds=0))
+    np.testing.assert_allclose(bare, run(weights, None, 0, XS), rtol=1e-4, atol=1e-5)
+
+
 def change(layout, drop=(), rename=(), **more):
     """The weights of a layout without some keys, with others renamed."""
     weights = {key: value for key, value in layout()[0].items() if key not in drop}
@@ -232,6 +242,14 @@ def change(layout, drop=(), rename=(), **more):
         ),
         (change(two_lists, drop=["Q.1.weight"]), {}, r"1 maps for x and 2 for h do not take turns"),
         (change(one_list, norm=draw(D)), {}, r"norm of shape \(5,\) has no place in this cell"),
+        (change(plain, fc__weight=draw(D, H)), {}, r"fc may be the map of the only round, or an"),
+        (change(plain, head__0__weight=draw(D, H)), {}, r"head may be the map of the only round"),
+        (
+            # The second layer of a torch.nn.LSTM without biases.
+            change(plain, weight_ih_l1=draw(4 * H, H), weight_hh_l1=draw(4 * H, H)),
+            {"rounds": 0},
+            r"weight_hh_l1 are not of a known layout.* by its prefix",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_explained(weights, options, words):
