@@ -31,6 +31,8 @@ from mogrifier_jax.tuning import studies, trials
 
 BEAT_SECONDS = 15.0  # How often a worker notes that it is alive.
 GRACE_SECONDS = 120.0  # A worker without a heartbeat for this long is considered dead.
+# So is one whose last heartbeat is older than that, after this long: its clock may just be behind.
+DOUBT_SECONDS = 45.0
 MAX_ATTEMPTS = 4  # A trial is given up after this many workers have died while running it.
 # What Optuna raises when it reads content that it has not written.
 _UNREADABLE = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -154,7 +156,7 @@ class Queue:
     def take_over(self) -> None:
         """Requeues the trials of dead workers."""
         for trial in self.read(TrialState.RUNNING):
-            if is_stale(trial) or self._is_silent(trial):
+            if has_ended(trial) or self._is_silent(trial):
                 logging.info("the worker of trial %d is gone; the trial is requeued", trial.number)
                 self.requeue(trial, trial.user_attrs.get("attempt", 1) + 1)
 
@@ -166,7 +168,8 @@ class Queue:
         beat, now = trial.user_attrs.get("heartbeat", 0.0), time.monotonic()
         if self._beats.get(trial.number, (None, 0.0))[0] != beat:
             self._beats[trial.number] = beat, now
-        return now - self._beats[trial.number][1] > GRACE_SECONDS
+        patience = DOUBT_SECONDS if time.time() - beat > GRACE_SECONDS else GRACE_SECONDS
+        return now - self._beats[trial.number][1] >= patience
 
     def read(self, *states: TrialState) -> list[FrozenTrial]:
         """All trials, or those in these states; refuses content that no worker can have written."""
@@ -279,11 +282,8 @@ def worker_name() -> str:
         return ""
 
 
-def is_stale(trial: FrozenTrial) -> bool:
-    """Whether the worker of a running trial is gone."""
+def has_ended(trial: FrozenTrial) -> bool:
+    """Whether the worker of a running trial was a process of this machine that no longer exists."""
     this_machine, _, _ = worker_name().rpartition(" ")
     machine, _, process = trial.user_attrs.get("worker", "").rpartition(" ")
-    if this_machine and machine == this_machine and not os.path.exists(f"/proc/{process}"):
-        return True
-    started = trial.datetime_start.timestamp() if trial.datetime_start else math.inf
-    return time.time() - trial.user_attrs.get("heartbeat", started) > GRACE_SECONDS
+    return bool(this_machine) and machine == this_machine and not os.path.exists(f"/proc/{process}")

@@ -117,6 +117,7 @@ def test_failed_trials_change_no_random_draw(tmp_path):
 
 def die(queue, monkeypatch):
     """Leaves a trial running whose worker no longer tells that it is alive."""
+    monkeypatch.setattr(optuna_queue, "DOUBT_SECONDS", 0.0)
     queue.take_over()
     with monkeypatch.context() as patch:
         patch.setattr(optuna_queue, "worker_name", lambda: "elsewhere 1")
@@ -148,6 +149,7 @@ def test_a_living_worker_keeps_its_trial_and_a_late_one_learns_that_it_lost_it(
     assert not open_queue(storage, 1).ask(1)
     assert trial.report(0, 1.0) is None
     monkeypatch.setattr(optuna_queue, "GRACE_SECONDS", -1.0)
+    monkeypatch.setattr(optuna_queue, "DOUBT_SECONDS", 0.0)
     (other,) = open_queue(storage, 1).ask(1)
     assert other.folder == trial.folder and other.number != trial.number
     trial.beat()
@@ -254,4 +256,18 @@ def test_a_dead_worker_whose_clock_was_wrong_is_not_waited_for(storage, ahead, m
     assert not queue.ask(1)
     now[0] += 2
     (again,) = queue.ask(1)  # and is no more.
+    assert again.folder == trial.folder
+
+
+@pytest.mark.parametrize("behind", [300.0, 86_400.0, 1e9])
+def test_a_living_worker_whose_clock_is_behind_keeps_its_trial(storage, behind, monkeypatch):
+    (trial,) = open_queue(storage, 1).ask(1)
+    queue, now = open_queue(storage, 1), [0.0]
+    monkeypatch.setattr(optuna_queue.time, "monotonic", lambda: now[0])
+    for beat in range(8):
+        trial.note(heartbeat=time.time() - behind + 15 * beat, worker="elsewhere 1")
+        assert not queue.ask(1)
+        now[0] += optuna_queue.BEAT_SECONDS
+    now[0] += optuna_queue.DOUBT_SECONDS
+    (again,) = queue.ask(1)  # Now it has been silent for three heartbeats.
     assert again.folder == trial.folder
