@@ -29,7 +29,11 @@ class Diverged(RuntimeError):
     exit_code = 3
 
 
-class Interrupted(RuntimeError):
-    """The run was saved and stopped on request; a launcher should start it again."""
+class Interrupted(BaseException):
+    """The run was saved and stopped on request; a launcher should start it again.
+
+    Like KeyboardInterrupt it is no Exception: SIGTERM can arrive anywhere, and `except Exception`
+    would take it for a damaged file or for a mistake in an experiment.
+    """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again.

@@ -53,14 +53,14 @@ def run() -> None:
         command_process.end_with_parent()
         with failures.explained():
             app.run(_run_mode, flags_parser=command_line.parse)
-    except (errors.UsageError, errors.Diverged, errors.Interrupted) as error:
-        command_process.end(f"{type(error).__name__}: {error}", error.exit_code)
-    except Exception as error:
-        if not signals.interrupted.is_set():
+    except (Exception, errors.Interrupted) as error:
+        if signals.interrupted.is_set() and not isinstance(error, errors.Interrupted):
+            # A library swallowed the exception of SIGTERM, perhaps in an import, and failed later.
+            code = errors.Interrupted.exit_code
+            command_process.end(f"Interrupted: stopped ({type(error).__name__})", code)
+        if not isinstance(error, errors.UsageError | errors.Diverged | errors.Interrupted):
             raise
-        # A library swallowed the exception of SIGTERM, perhaps in an import, and failed later.
-        code = errors.Interrupted.exit_code
-        command_process.end(f"Interrupted: stopped ({type(error).__name__})", code)
+        command_process.end(f"{type(error).__name__}: {error}", error.exit_code)
     except KeyboardInterrupt:
         message = "interrupted; repeat the command to resume from the last checkpoint"
         command_process.end(message, 128 + signal.SIGINT)

@@ -490,12 +490,29 @@ def test_sigterm_while_a_run_is_prepared_is_a_request_to_stop(command, monkeypat
     assert code == 75 and "Interrupted: stopped; repeat the command to resume" in output
 
 
+def test_sigterm_while_an_experiment_is_executed_is_no_mistake_in_it(command, tmp_path):
+    lines = ["import signal", "def get_config():", "    signal.raise_signal(signal.SIGTERM)"]
+    path = tmp_path / "mine.py"
+    path.write_text("\n".join(lines))
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        code, output = command(f"--config={path}", "--workdir=x")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert code == 75 and "Interrupted: stopped" in output and "correct the exp" not in output
+
+
 def test_sigterm_that_a_library_swallows_is_a_stop_as_well(command, monkeypatch):
     def import_badly(*args, **options):
         try:
             signal.raise_signal(signal.SIGTERM)
         except errors.Interrupted:
             raise AttributeError("module 'half' has no attribute 'imported'") from None
+
+    def explain_badly(*args, **options):
+        with contextlib.suppress(errors.Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        raise errors.UsageError("no library is installed")
 
     def go_on(*args, **options):
         with contextlib.suppress(errors.Interrupted):
@@ -504,7 +521,7 @@ def test_sigterm_that_a_library_swallows_is_a_stop_as_well(command, monkeypatch)
 
     previous = signal.getsignal(signal.SIGTERM)
     try:
-        for prepare in (import_badly, go_on):
+        for prepare in (import_badly, explain_badly, go_on):
             monkeypatch.setattr(train, "train_and_evaluate", prepare)
             code, output = command(TINY, "--workdir=x")
             assert code == 75 and "Interrupted: stopped" in output and "Traceback" not in output

@@ -11,7 +11,7 @@ import jax
 import tqdm
 from absl import logging
 
-from mogrifier_jax import buckets, files
+from mogrifier_jax import buckets, errors, files
 
 
 class _BarHandler(python_logging.Handler):
@@ -65,7 +65,7 @@ def copied_to(path: str | os.PathLike) -> Iterator[None]:
     root.addHandler(handler)
     try:
         yield
-    except Exception as error:
+    except (Exception, errors.Interrupted) as error:
         with contextlib.suppress(OSError):
             file.write(f"{type(error).__name__}: {error}\n")
         raise

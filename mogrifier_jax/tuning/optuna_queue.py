@@ -142,7 +142,7 @@ class Queue:
         thread.start()
         try:
             yield
-        except (KeyboardInterrupt, Exception) as error:
+        except (KeyboardInterrupt, errors.Interrupted, Exception) as error:
             failed = not isinstance(error, errors.Interrupted | KeyboardInterrupt)
             for trial in held:
                 if trial.open:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
 from mogrifier_jax import configs, errors
-from mogrifier_jax.training import checkpoints, signals, state_arrays, workdirs
+from mogrifier_jax.training import checkpoints, orbax_storage, signals, state_arrays, workdirs
 from tests import resolved_configs
 
 
@@ -300,6 +300,18 @@ def test_flipped_bits_are_found_where_orbax_sees_none(tmp_path, monkeypatch, cap
     unnoticed = restore(tmp_path, like=state)
     assert unnoticed.step == 2
     assert not same(unnoticed.state, state)
+
+
+def test_sigterm_while_a_checkpoint_is_read_is_no_damage(workdir, monkeypatch):
+    def read(*_, **__):
+        signals.interrupt()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orbax_storage, "read_arrays", read)
+        with pytest.raises(errors.Interrupted):
+            restore(workdir, read_only=False)
+    signals.interrupted.clear()
+    assert restore(workdir).step == 2
 
 
 def test_a_resumed_run_sets_damage_aside_and_saves_that_step_again(workdir):
