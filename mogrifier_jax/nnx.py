@@ -430,6 +430,7 @@ class RNN(nnx.Module):
         if counterpart is None:
             if resets is not None:
                 return self.run_step_by_step(inputs, resets, carry_rngs, **given)
+            self.plan_steps(inputs, None, **given)
             ours = isinstance(self.cell, WrappedCell)
             if isinstance(initial_carry, cells.LSTMCarry) and not ours:
                 given["initial_carry"] = tuple(initial_carry)  # What Flax's LSTM returns.
@@ -462,9 +463,7 @@ class RNN(nnx.Module):
         **given: Any,
     ) -> Any:
         """Runs any cell as `nnx.RNN` does, with the same keywords, and resets."""
-        names = ("return_carry", "time_major", "reverse", "keep_order")
-        given |= {name: getattr(self, name) for name in names if given.get(name) is None}
-        run = step_by_step.Run(inputs, resets, self.cell.num_feature_axes, **given)
+        run = self.plan_steps(inputs, resets, **given)
         rngs = _fork(rngs, "carry") if isinstance(rngs, nnx.Rngs) else rngs
         start = self.cell.initialize_carry(run.input_shape, rngs)
         broadcast = nnx.All(nnx.RngState, self.broadcast_rngs)
@@ -485,6 +484,15 @@ class RNN(nnx.Module):
             carry = step_by_step.match_structure(initial_carry, start)
         start, carry = meshes.shard_carry((start, carry), inputs, run.batch_axes)
         return run(scan, self.cell, start, carry)
+
+    def plan_steps(
+        self, inputs: Real[Array, "..."], resets: Any, initial_carry: Any = None, **given: Any
+    ) -> step_by_step.Run:
+        """A call of any cell, whose arguments are checked."""
+        del initial_carry
+        names = ("return_carry", "time_major", "reverse", "keep_order")
+        given |= {name: getattr(self, name) for name in names if given.get(name) is None}
+        return step_by_step.Run(inputs, resets, self.cell.num_feature_axes, **given)
 
     def in_flax(self) -> nnx.RNN:
         """Flax's own RNN, for a cell that must run step by step."""

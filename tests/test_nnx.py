@@ -276,6 +276,9 @@ def test_lengths_of_every_integer_dtype_mean_what_int32_means(name):
     assert abs(jax.tree.leaves(other[0])[-1] - jax.tree.leaves(expected[0])[-1]).max() > 1e-2
     with pytest.raises(errors.UsageError, match="must not be negative"):
         rnn(xs, seq_lengths=-lengths)
+    for misfit in (np.int8(3), lengths[:2], lengths[:, None]):
+        with pytest.raises(errors.UsageError, match=r"seq_lengths of shape .* here \(3,\)"):
+            rnn(xs, seq_lengths=misfit)
 
 
 @pytest.mark.slow

@@ -122,11 +122,7 @@ class RNN(nn.RNN):
         self.cell.check_carry(carry, (*batch, size))
         lengths = None if seq_lengths is None else jnp.asarray(seq_lengths)
         if lengths is not None:
-            check(
-                lengths.shape == tuple(batch),
-                f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one "
-                f"integer for each sequence, here {tuple(batch)}",
-            )
+            step_by_step.check_lengths(lengths, batch)
         if resets is not None:
             resets = jnp.moveaxis(read_resets(resets, inputs.shape[:-1]), time_axis, 0)
         weights = self.cell.weights(size)

@@ -5,7 +5,7 @@ such cells.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,8 @@ class Run:
         shape = self.inputs.shape[: self.inputs.ndim - self.num_feature_axes]
         if self.resets is not None:
             self.resets = read_resets(self.resets, shape)
+        if self.seq_lengths is not None:
+            check_lengths(self.seq_lengths, shape[1:] if self.time_major else shape[:-1])
         self.time_axis = 0 if self.time_major else len(shape) - 1
         self.num_batch_axes = len(shape) - 1
 
@@ -91,6 +93,15 @@ class Run:
         index = jnp.where(lengths == 0, steps, jnp.minimum(lengths, steps)) - 1
         index = index.reshape(1, *index.shape, *[1] * (carries.ndim - 1 - index.ndim))
         return jnp.take_along_axis(carries, index, 0)[0]
+
+
+def check_lengths(lengths: Any, batch: Sequence[int | Any]) -> None:
+    """Refuses lengths that are not one for each sequence of the batch."""
+    errors.check(
+        lengths.shape == tuple(batch),
+        f"seq_lengths of shape {lengths.shape} and dtype {lengths.dtype} must be one integer for "
+        f"each sequence, here {tuple(batch)}",
+    )
 
 
 def match_structure(carry: Any, like: Any) -> Any:

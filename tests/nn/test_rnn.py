@@ -457,6 +457,14 @@ def test_misfitting_input_is_explained(options, given, words):
         run(**{"inputs": xs, "rngs": {"dropout": jax.random.key(0)}, **given})
 
 
+@pytest.mark.parametrize("lengths", [np.int8(3), LENGTHS[:2], LENGTHS[:, None]], ids=str)
+@pytest.mark.parametrize("resets", [None, np.zeros((B, T), bool)], ids=["no resets", "resets"])
+def test_lengths_that_do_not_fit_are_explained_for_cells_that_run_step_by_step(lengths, resets):
+    run = rnn.RNN(nn.GRUCell(H), fast=False).init
+    with pytest.raises(errors.UsageError, match=r"seq_lengths of shape .* here \(3,\)"):
+        run(jax.random.key(0), np.ones((B, T, D)), seq_lengths=lengths, resets=resets)
+
+
 INTEGERS = ("int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64")
 LONG = 300  # Longer than int8 and uint8 can say.
 
