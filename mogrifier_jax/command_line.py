@@ -145,6 +145,8 @@ LOGGING = (
     *("verbosity", "v", "logger_levels", "log_dir", "logtostderr", "alsologtostderr"),
     *("stderrthreshold", "showprefixforinfo"),
 )
+# Flags of absl that another one of them reads.
+PROFILING = ("profile_file", "use_cprofile_for_profiling")
 # What people probably mean by a flag that their mode has under another name.
 MEANT = {
     ("evaluate", "prompt"): "eval.text",
@@ -248,10 +250,13 @@ def check_arguments(given: Sequence[tuple[str, str]]) -> None:
     for name, value in given:
         section = name.partition(".")[0]
         has = section not in MODES_OF or mode in MODES_OF[section]
-        if mode == ENSEMBLE and section == "eval":
-            has = name in ("eval.ensemble", "eval.output")
+        option = name.removeprefix("eval.")
+        if section == "eval" and (mode == ENSEMBLE or option in eval_options.OPTIONS):
+            has = has and option in eval_options_of(mode)
         if not has or (mode, name) == ("sweep", "config.seed"):  # A sweep sets the seeds itself.
             raise errors.UsageError(_refuse(mode, name, value))
+        if name in PROFILING and "run_with_profiling" not in values:
+            raise errors.UsageError(f"--{name} has no effect without --run_with_profiling")
         if name in LOGGING:
             raise errors.UsageError(
                 f"--{name} has no effect, because all log lines go to stderr; leave it out"
@@ -262,6 +267,11 @@ def check_arguments(given: Sequence[tuple[str, str]]) -> None:
             )
     if mode == "evaluate":
         _check_methods(values)
+    if "sampler" in values and values.get("storage", "").startswith("vizier://"):
+        raise errors.UsageError(
+            f"--sampler={values['sampler']} has no effect, because a Vizier service has its own; "
+            "leave it out"
+        )
     if values.get("eval.text") and "eval.splits" in values:
         raise errors.UsageError(
             "--eval.splits scores the corpus, and --eval.text scores a file; give one of them"
@@ -269,9 +279,22 @@ def check_arguments(given: Sequence[tuple[str, str]]) -> None:
 
 
 def _check_methods(values: Mapping[str, str]) -> None:
-    """Refuses options of evaluation that none of the methods reads."""
+    """Refuses options of evaluation that nothing reads because of the values of others."""
     asked = values.get("eval.methods", eval_options.OPTIONS["methods"].default)
+    adapts = any(method in eval_options.READ_BY["dyneval"] for method in asked.split(","))
+    if "eval.power" in values and values.get("eval.average") != "power":
+        raise errors.UsageError("--eval.power is read only with --eval.average=power; give both")
     for name in values:
+        if not asked and name.startswith("eval.") and name not in ("eval.methods", "eval.output"):
+            raise errors.UsageError(
+                f"--{name} has no effect, because --eval.methods= only shows the results of "
+                "earlier evaluations; leave it out, or give methods"
+            )
+        if name in ("eval.source_dir", "eval.data_dir") and values.get("eval.text") and not adapts:
+            raise errors.UsageError(
+                f"--{name} has no effect, because --eval.text is scored without the corpus; leave "
+                "it out"
+            )
         section, _, key = name.partition(".")
         readers = eval_options.readers(key) if section == "eval" else ()
         if readers and not set(readers) & set(asked.split(",")):
@@ -287,8 +310,7 @@ def _refuse(mode: str, name: str, value: str) -> str:
     known = [flag for flag in flags_of(mode) if flag not in ("config", "eval")]
     if mode in MODES_OF["config"]:
         known += [f"config.{key}" for key in config_keys.keys()]
-    if mode in MODES_OF["eval"] and mode != ENSEMBLE:
-        known += [f"eval.{key}" for key in eval_options.OPTIONS]
+    known += [f"eval.{key}" for key in eval_options_of(mode)]
     last = name.rpartition(".")[2]
     near = [flag for flag in known if flag.rpartition(".")[2] == last]
     meant = MEANT.get((mode, name)) or min(near, key=lambda flag: flag.count("."), default=None)
@@ -305,6 +327,15 @@ def flags_of(mode: str) -> list[str]:
     return [name for name, modes in MODES_OF.items() if mode in modes and name != "mode"]
 
 
+def eval_options_of(mode: str) -> Sequence[str]:
+    """The options of evaluation that a mode reads."""
+    if mode == ENSEMBLE:
+        return ("ensemble", "output")
+    if mode == TUNED_DYNEVAL:
+        return eval_options.TUNING
+    return tuple(eval_options.OPTIONS) if mode in MODES_OF["eval"] else ()
+
+
 def make_help(mode: str | None) -> str:
     """The help text: of one mode with all its options, or of all modes."""
     lines = [f"{COMMAND} --mode=MODE --name=value ...", ""]
@@ -314,7 +345,8 @@ def make_help(mode: str | None) -> str:
         own = flags_of(name) + ["eval"] * (name == "tune")
         for flag in own:
             if flag not in PROCESSES:
-                lines += _describe_flag(flag, detailed=mode in MODES)
+                options = eval_options_of(TUNED_DYNEVAL if name == "tune" else name)
+                lines += _describe_flag(flag, mode in MODES, options)
         lines += [""]
     lines += ["Modes that use devices also have these flags, to run on several hosts:"]
     lines += [line for flag in PROCESSES for line in _describe_flag(flag)]
@@ -323,13 +355,14 @@ def make_help(mode: str | None) -> str:
     return "\n".join([*lines, "--help --mode=MODE shows one mode. docs/ has a page for each."])
 
 
-def _describe_flag(name: str, detailed: bool = False) -> list[str]:
+def _describe_flag(name: str, detailed: bool = False, options: Sequence[str] = ()) -> list[str]:
     if name == "eval":
         lines = [_row("eval.KEY=VALUE", "sets an option of evaluation")]
         if detailed:
             lines += [
                 _row(f"eval.{key}", _with_default(option.describe(), option.default))
                 for key, option in eval_options.OPTIONS.items()
+                if key in options
             ]
         return lines
     flag = FLAGS[name]

@@ -287,6 +287,7 @@ NAMES = [
     *command_line.MODES_OF,
     "config.seed",
     "config.model.rounds",
+    "eval.temperature",
     "eval.window",
     "eval.dyneval.window",
 ]
@@ -313,8 +314,8 @@ def test_a_flag_that_the_mode_does_not_have_is_refused(mode, name):
         "sweep",
         "config.seed",
     )
-    if mode == command_line.ENSEMBLE and name.startswith("eval"):
-        has = False
+    if name.startswith("eval.") or (name, mode) == ("eval", command_line.ENSEMBLE):
+        has = has and name.removeprefix("eval.") in command_line.eval_options_of(mode)
     if has:
         if name == "eval.dyneval.window" and mode == "evaluate":
             chosen = [*chosen, ("eval.methods", "dyneval")]
@@ -396,6 +397,31 @@ def test_a_mode_has_the_flags_that_it_reads(mode):
             "add deterministic or mc to the methods",
         ),
         ([TINY, "--verbosity=1"], "--verbosity has no effect"),
+        ([TINY, "--profile_file=x"], "--profile_file has no effect without --run_with_profiling"),
+        (
+            ["--mode=tune", "--study=dyneval", "--workdir=x", "--eval.samples=3"],
+            "--eval.samples is not a flag of --mode=tune --study=dyneval; leave it out, or use",
+        ),
+        (
+            ["--mode=tune", "--study=dyneval", "--workdir=x", "--eval.dyneval.window", "3"],
+            "--eval.dyneval.window is not a flag of",
+        ),
+        (
+            ["--mode=tune", TINY, "--storage=vizier://h:1", "--sampler=gp"],
+            "--sampler=gp has no effect, because a Vizier service has its own",
+        ),
+        (
+            ["--mode=evaluate", "--workdir=x", "--eval.methods=", "--eval.text=a"],
+            "--eval.text has no effect, because --eval.methods= only shows",
+        ),
+        (
+            ["--mode=evaluate", "--workdir=x", "--eval.methods=mc", "--eval.power=0.3"],
+            "--eval.power is read only with --eval.average=power",
+        ),
+        (
+            ["--mode=evaluate", "--workdir=x", "--eval.text=a", "--eval.source_dir=b"],
+            "--eval.source_dir has no effect, because --eval.text is scored without",
+        ),
         ([TINY, "--log_dir=x"], "--log_dir has no effect"),
         ([TINY, "--undefok=sead", "--sead=7"], "--undefok=sead would let unknown flags be ignored"),
     ],

@@ -66,6 +66,11 @@ READ_BY = {
     **dict.fromkeys(("power", "multipliers"), ("mc", "mc_dyneval")),
     "dyneval": ("dyneval", "mc_dyneval"),
 }
+# What tuning of dynamic evaluation reads. The study and its data decide the rest.
+TUNING = (
+    *("which", "source_dir", "data_dir", "temperature", "seed"),
+    *("dyneval.batch_size", "dyneval.max_windows", "dyneval.parallel"),
+)
 # The limits of the numbers in these lists.
 LISTS = {
     "multipliers": Option(float, low=0.0, high=1e3),

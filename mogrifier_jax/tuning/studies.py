@@ -44,7 +44,10 @@ PAPER: dict[str, tuple[str, files.JsonObject]] = {
     "dyneval_word": ("dynamic_evaluation_word", {}),
 }
 # What a storage keeps about a study, with which each worker compares its own settings.
-SAVED_SCHEMA = {"study?": {"name": str, "ranges": dict, "fixed": dict}, "config?": dict}
+SAVED_SCHEMA = {
+    "study?": {"name": str, "ranges": dict, "fixed": dict},
+    **dict.fromkeys(("config?", "eval?", "corpus?"), dict),
+}
 # Studies of arXiv:2211.01848, and the ranges in paper_results.json from which they are derived.
 CIRCLING_BACK = {"circling_back": "all_but_enwik8", "circling_back_enwik8": "enwik8"}
 DYNEVAL = ("window", "learning_rate", "decay_rate", "epsilon")
@@ -216,6 +219,7 @@ def check_unchanged(
         return {**about, "config": configs.base(about["config"])} if "config" in about else about
 
     free = [f"config.{name}" for name in workdirs.FREE_KEYS]
+    free += [name for name in ("eval", "corpus") if name not in saved]  # Of an early version.
     lines = [
         f"  {name}: {old} (there) vs {new} (requested)"
         for name, old, new in configs.differences(fill(saved), fill(requested), free)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from ml_collections import config_dict
 
-from mogrifier_jax import errors
+from mogrifier_jax import configs, errors
 from mogrifier_jax.evaluation import eval_options
 from mogrifier_jax.training import processes, signals
 from mogrifier_jax.tuning import (
@@ -26,6 +26,9 @@ from mogrifier_jax.tuning import (
     trials,
     worker,
 )
+
+# The options of evaluation on which the scores of dynamic evaluation depend.
+MEASURING = ("temperature", "dyneval.batch_size", "dyneval.max_windows")
 
 
 def tune(
@@ -83,7 +86,7 @@ def tune_dyneval(
     eval_options.check(options)
     executor = dyneval_trials.DynevalTrials(run, options)
     tuned = studies.load(f"dyneval_{'word' if executor.unit == 'ppl' else 'character'}")
-    workdir = dyneval_workdir(run)
+    workdir, flat = dyneval_workdir(run), configs.flatten(options)
     queue = queues.open_queue(
         tuned,
         workdir,
@@ -91,6 +94,8 @@ def tune_dyneval(
         num_trials=num_trials,
         seed=options.seed,
         step=executor.scorer.loaded.info["step"],
+        eval={name: flat[name] for name in MEASURING},
+        corpus=dict(executor.scorer.task.digests),
         **where,
     )
     return worker.work(queue, executor, tuned, workdir)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -20,7 +21,7 @@ from experiments import pydoc
 from mogrifier_jax import configs, errors
 from mogrifier_jax.evaluation import eval_options, loading
 from mogrifier_jax.training import checkpoints, metrics, schedule, workdirs
-from mogrifier_jax.tuning import optuna_queue, storages, training_trials
+from mogrifier_jax.tuning import optuna_queue, storages, studies, training_trials
 from mogrifier_jax.tuning import tune as tune_mode
 from tests import quick
 
@@ -92,6 +93,41 @@ def test_a_study_does_not_go_on_with_another_corpus(tmp_path):
     training_trials.check_corpus(str(tmp_path), text)
     with pytest.raises(errors.UsageError, match=r"trials/0000: the text of valid has changed"):
         training_trials.check_corpus(str(tmp_path), text | {"valid": "3"})
+
+
+def test_a_study_of_dynamic_evaluation_does_not_go_on_with_other_scores(tmp_path, monkeypatch):
+    text = {"train": "1", "valid": "2"}
+
+    class Executor:
+        unit, at_once, shared = "bpc", 1, ()
+
+        def __init__(self, *_):
+            loaded = types.SimpleNamespace(info={"step": 8})
+            self.scorer = types.SimpleNamespace(
+                loaded=loaded, task=types.SimpleNamespace(digests=dict(text))
+            )
+
+        def run(self, asked):
+            for trial in asked:
+                trial.finish(1.0)
+
+    def tune_dyneval(num_trials, **changes):
+        options = eval_options.defaults()
+        options.update_from_flattened_dict(changes)
+        tune_mode.tune_dyneval(str(tmp_path), options, num_trials=num_trials, sampler="random")
+
+    monkeypatch.setattr(tune_mode.dyneval_trials, "DynevalTrials", Executor)
+    tune_dyneval(1)
+    tune_dyneval(2, **{"dyneval.parallel": 3})
+    with pytest.raises(errors.UsageError, match=r"eval.temperature: search \(there\) vs 0.9"):
+        tune_dyneval(3, temperature="0.9")
+    with pytest.raises(errors.UsageError, match=r"eval.dyneval.batch_size: 1024 \(there\) vs 8"):
+        tune_dyneval(3, **{"dyneval.batch_size": 8})
+    text["valid"] = "3"
+    with pytest.raises(errors.UsageError, match=r"corpus.valid: 2 \(there\) vs 3 \(requested\)"):
+        tune_dyneval(3)
+    about = {"study": {"name": "a"}}  # Of an early version, which did not note them.
+    studies.check_unchanged("it is", about, about | {"corpus": text}, "Use another")
 
 
 # Trials are runs.
