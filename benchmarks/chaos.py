@@ -791,7 +791,8 @@ def change_environments(series: Series) -> None:
         chosen = {name: rng.choice(VARIABLES[name]) for name in rng.sample(list(VARIABLES), 2)}
         line, redirection, limit = rng.choice(lines), rng.choice(REDIRECTIONS), rng.choice(LIMITS)
         python = f"{sys.executable} {rng.choice(INTERPRETERS)} {PROGRAM}"
-        command = f"{limit} {python} {line} {redirection}"
+        # The limits are those of the program alone: bash and head write to the log.
+        command = f"({limit} {python} {line}) {redirection}"
         with log.open("wb") as out:
             process = subprocess.Popen(
                 ["bash", "-o", "pipefail", "-c", command],

@@ -513,13 +513,14 @@ def test_a_file_is_replaced_whole_and_by_no_trick(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["evaluation.json", "evaluation.json.tmp", "precious"]
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+@pytest.mark.parametrize("seconds", [1, 2**32], ids=["1970", "2106"])
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path, seconds):
     path = tmp_path / "model[1].safetensors"
     left, others = (tmp_path / f".{name}.0123abcd.tmp" for name in (path.name, "x"))
     mine = tmp_path / f".{path.name}.fedcba98.tmp"
     for each in (left, others, mine):
         each.touch()
-        os.utime(each, (1, 1))
+        os.utime(each, (seconds, seconds))
     with mine.open("rb") as file:
         assert atomic_files.lock(file)  # As somebody who is still writing it.
         (tmp_path / f".{path.name}.00000000.tmp").touch()  # Or has just begun.

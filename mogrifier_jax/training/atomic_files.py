@@ -87,8 +87,8 @@ def _remove_leftovers(path: pathlib.Path) -> None:
     """Deletes the temporary files of writers of this path that were killed."""
     for left in path.parent.glob(glob.escape(f".{path.name[:40]}.") + "?" * 8 + ".tmp"):
         with contextlib.suppress(OSError):
-            # A new one may not be locked yet.
-            if time.time() - left.stat().st_mtime > _FRESH:
+            # A new one may not be locked yet. One from the future is of a clock that was wrong.
+            if abs(time.time() - left.stat().st_mtime) > _FRESH:
                 with open(left, "rb") as file:
                     if lock(file):
                         left.unlink()
