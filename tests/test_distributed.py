@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from mogrifier_jax import configs, distributed, errors, launch, partitioning
-from mogrifier_jax.training import metrics, train
+from mogrifier_jax.training import host_arrays, metrics, train
 from tests import golden_run, old_workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -310,6 +310,61 @@ def test_processes_stop_together_and_start_again_and_others_go_on(tmp_path):
     # One goes on, as if the two had been killed in the last turn.
     shutil.rmtree(workdir / "checkpoints" / str(2 * STEPS))
     np.testing.assert_allclose(train_here(workdir), unbroken, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (0, "process 1, 2 has other flags or files than process 0"),
+        (1, "process 1 differs from process 0 in the text of valid ('b' instead of 'a')"),
+    ],
+)
+def test_processes_that_differ_are_named(index, words, monkeypatch):
+    values = {"config.seed": 1, "the text of valid": "ab"[index]}
+    first = json.dumps({"config.seed": "1", "the text of valid": "'a'"})
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr(host_arrays, "broadcast", lambda _: first)
+    gather = "process_allgather"
+    monkeypatch.setattr(host_arrays.multihost_utils, gather, lambda own: np.array([False] * 3))
+    if not index:
+        host_arrays.check_same(values)  # Control.
+    monkeypatch.setattr(
+        host_arrays.multihost_utils, gather, lambda own: np.array([False, True, True])
+    )
+    with pytest.raises(errors.UsageError, match=re.escape(words)):
+        host_arrays.check_same(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["text", "seed"])
+def test_processes_with_different_texts_or_flags_do_not_train(tmp_path, what):
+    lines = [f"{'abc'[i % 3] * (i % 7 + 1)} {i % 11}\n" for i in range(600)]
+    coordinator = f"--coordinator=127.0.0.1:{launch._free_port()}"
+    started = []
+    for index in range(2):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        changed = what == "text" and index
+        (folder / "book.txt").write_text("".join(lines[::-1] if changed else lines))
+        flags = ["--config=text:tiny", "--config.data.path=book.txt", f"--workdir={tmp_path}/run"]
+        flags += ["--config.data.data_dir=prepared", coordinator, "--num_processes=2"]
+        flags += [f"--process_id={index}", f"--config.seed={1 + index * (what == 'seed')}"]
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "mogrifier_jax.main", *flags],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [2, 2], said
+    expected = "config.seed (2 instead of 1)" if what == "seed" else "in the text of test"
+    assert "process 1 has other flags or files" in said[0] and expected in said[1], said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 EXPECTED = json.loads(old_workdir.EXPECTED.read_text())

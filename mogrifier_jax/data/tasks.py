@@ -7,6 +7,7 @@ splits are evaluated. The code that trains and evaluates is the same for all thr
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -142,6 +143,7 @@ def make_scored_text(
         plan=plan,
         num_lines=lambda split: len(encoded.line_starts),
         splits=("text",),
+        digests={"text": hashlib.sha256(encoded.tokens.tobytes()).hexdigest()},
     )
 
 

@@ -17,7 +17,7 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
-from mogrifier_jax import errors, files, partitioning
+from mogrifier_jax import configs, errors, files, partitioning
 from mogrifier_jax.evaluation import (
     dyneval,
     eval_options,
@@ -27,7 +27,7 @@ from mogrifier_jax.evaluation import (
     scored_texts,
 )
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import runs, scoring, turn_evaluation
+from mogrifier_jax.training import host_arrays, runs, scoring, turn_evaluation
 
 TEMPERATURES = (0.5, 1.5)  # The interval that `minimise` searches,
 TOLERANCE = 1e-3  # and the width at which it stops.
@@ -63,6 +63,11 @@ class Scorer:
             self.names = tuple(options.splits.split(","))
         for name in self.names:
             self.task.check_split(name)
+        free = ("source_dir", "data_dir", "text", "output")
+        values = {f"eval.{n}": v for n, v in configs.flatten(options).items() if n not in free}
+        values |= {"the checkpoint's step": self.loaded.info["step"]}
+        texts = {f"the text of {name}": v for name, v in self.task.digests.items()}
+        host_arrays.check_same(values | texts)
         config = self.loaded.config
         self.batch_size = config.data.batch_size // config.optimizer.get("accumulate", 1)
         self.window = options.window or config.data.window

@@ -1,11 +1,17 @@
-"""Gathers arrays on the hosts and sends them out again, for files that only process 0 can see."""
+"""Gathers arrays on the hosts, sends them out again, and compares what the hosts have.
 
+Files that only process 0 can see need the first two.
+"""
+
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from mogrifier_jax import errors
 
 
 def gather(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -44,3 +50,24 @@ def broadcast(content: bytes) -> bytes:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
     own = content if jax.process_index() == 0 else bytes(size)
     return np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(own, np.uint8))).tobytes()
+
+
+def check_same(values: Mapping[str, object]) -> None:
+    """Refuses values that are not the same in all processes; raises in all or in none."""
+    if jax.process_count() == 1:
+        return
+    own = {name: errors.show(value) for name, value in values.items()}
+    first = json.loads(broadcast(json.dumps(own).encode()))
+    names = sorted(name for name in own | first if own.get(name) != first.get(name))
+    differ = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(names))))
+    if names:
+        listing = ", ".join(f"{n} ({own.get(n)} instead of {first.get(n)})" for n in names[:5])
+        raise errors.UsageError(
+            f"process {jax.process_index()} differs from process 0 in {listing}; give all "
+            "processes the same flags and the same files"
+        )
+    if len(differ):
+        raise errors.UsageError(
+            f"process {', '.join(map(str, differ))} has other flags or files than process 0, and "
+            "says which; give all processes the same"
+        )

@@ -14,7 +14,7 @@ from ml_collections import config_dict
 from mogrifier_jax import configs, hardware, partitioning
 from mogrifier_jax.data import tasks
 from mogrifier_jax.nn import models
-from mogrifier_jax.training import averaging, optimizers, schedule, steps
+from mogrifier_jax.training import averaging, host_arrays, optimizers, schedule, steps
 
 FEW_ROWS = 32  # On a device; docs/performance_notes.md, "enwik8".
 
@@ -92,6 +92,9 @@ def make_run(
     partitioning.check_batch(mesh, batch_size=config.data.batch_size, groups=groups)
 
     task = task or (load_task or make_task)(config, mesh)
+    free = ("data.source_dir", "data.data_dir")  # The text must be the same, not its place.
+    values = {f"config.{n}": v for n, v in configs.flatten(config).items() if n not in free}
+    host_arrays.check_same(values | {f"the text of {n}": v for n, v in task.digests.items()})
     model = make_model(config, len(task.vocabulary))
     partitioning.check_hidden_size(mesh, model.hidden_size)
     dropout = make_dropout(model, tuned, **config.dropout)
