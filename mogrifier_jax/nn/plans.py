@@ -67,9 +67,6 @@ class Plan:
     # fields below it took 15.14 ms, and 19.65 without the first of the two.
     operands_forward: np.dtype | None = None
     operands_backward: np.dtype | None = None
-    # TPUs: round what goes into large maps, but cast it only within their matmul. It saves 2,000
-    # cycles for each of two rounds and each step of enwik8. PTB would take 18.0 ms instead of 17.2.
-    round_before_cast: bool = False
     # TPUs: fill the last axis of the matrices of large maps up to a multiple of this before the
     # forward loop. By the schedule, the gates' matmul of enwik8 (H 1687, 32 rows) takes 13,046
     # cycles instead of 25,668, although XLA's own estimate of it rises.
@@ -168,7 +165,6 @@ def _make_tpu_plan(sizes: Sizes) -> Plan:
             plan,
             operands_backward=BFLOAT16,
             uninitialised_backward=0 if large else 128 * MIB,
-            round_before_cast=large,
             recompute_thin_outputs=large,
             stack_carries=larger and sizes.carry_parts_alike,
             backward_chunk=16 if large and not larger else None,

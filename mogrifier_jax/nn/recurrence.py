@@ -136,7 +136,7 @@ def _forward(
     resets: Resets | None = None,
 ) -> tuple[tuple[State, Float[Array, "T B H"]], _Saved]:
     plan = setting.plan
-    maps = taps.Taps(params, setting.dtype, plan.operands_forward, plan.round_before_cast)
+    maps = taps.Taps(params, setting.dtype, plan.operands_forward)
     step = _TappedStep(setting, maps, masks.constant)
     project_all, project_one = _projections(setting, input_map)
     zs, matrices = project_all(xs), maps.maps

@@ -115,7 +115,7 @@ FORWARD = dict(operands_forward=BF16, uninitialised_forward=128 * MIB)
 BOTH = FORWARD | dict(operands_backward=BF16)
 ALIGNED = dict(output_alignment=128)
 SMALL = BOTH | ALIGNED | dict(uninitialised_backward=128 * MIB)
-LARGE = BOTH | ALIGNED | dict(round_before_cast=True, recompute_thin_outputs=True)
+LARGE = BOTH | ALIGNED | dict(recompute_thin_outputs=True)
 
 
 @pytest.mark.parametrize(

@@ -300,14 +300,12 @@ PLANS = {
     "middle on a TPU": dataclasses.replace(
         TPU,
         uninitialised_backward=0,
-        round_before_cast=True,
         recompute_thin_outputs=True,
         backward_chunk=4,
     ),
     "large on a TPU": dataclasses.replace(
         TPU,
         uninitialised_backward=0,
-        round_before_cast=True,
         recompute_thin_outputs=True,
         stack_carries=True,
     ),
@@ -356,7 +354,6 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
         dict(rows_from_one=8),
         dict(operands_forward=plans.BFLOAT16),
         dict(operands_backward=plans.BFLOAT16),
-        dict(round_before_cast=True),
         dict(output_alignment=128),
         dict(uninitialised_forward=MANY),
         dict(uninitialised_backward=MANY),
