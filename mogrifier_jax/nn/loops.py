@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from mogrifier_jax.nn import plans
-
 Tree: TypeAlias = PyTree[jax.Array]
 # (state, x) -> (state, result)
 Body = Callable[[Tree, Tree], tuple[Tree, Tree]]
@@ -20,55 +18,17 @@ Loop = Callable[..., tuple[Tree, Tree]]
 
 def make(
     *,
-    uninitialised: int = 0,
     pack: bool = False,
     chunk: int | None = None,
     overwrite: bool = False,
 ) -> Loop:
     """A loop with these options of a plan; without any it is `lax.scan`."""
     loop: Loop = scan_over_inputs if overwrite else jax.lax.scan
-    if uninitialised:
-        loop = functools.partial(scan_into_empty, most_bytes=uninitialised)
     if pack:
         loop = functools.partial(scan_packed, loop)
     if chunk:
         loop = functools.partial(scan_in_chunks, loop, chunk)
     return loop
-
-
-def scan_into_empty(
-    body: Body,
-    init: Tree,
-    xs: Tree,
-    *,
-    most_bytes: int,
-    reverse: bool = False,
-    unroll: int = 1,
-) -> tuple[Tree, Tree]:
-    """Writes results into memory that is not filled with zeros first.
-
-    If a device would write more than `most_bytes`, this is `lax.scan` itself, because XLA allocates
-    the memory long before the loop and may place it in the fast memory.
-    """
-    _, like = jax.eval_shape(lambda: jax.lax.scan(body, init, xs))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    if size // plans.devices_of_batch() > most_bytes:
-        return jax.lax.scan(body, init, xs, reverse=reverse, unroll=unroll)
-
-    def write_in_place(carried: Tree, x: Tree) -> tuple[Tree, None]:
-        state, index, results = carried
-        state, result = body(state, x)
-        write = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        results = jax.tree.map(write, results, result)
-        return (state, index + (-1 if reverse else 1), results), None
-
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    start = jnp.asarray(steps - 1 if reverse else 0, jnp.int32)
-    results = jax.tree.map(lambda a: jax.lax.empty(a.shape, a.dtype), like)
-    carried, _ = jax.lax.scan(
-        write_in_place, (init, start, results), xs, reverse=reverse, unroll=unroll
-    )
-    return carried[0], carried[2]
 
 
 def scan_over_inputs(

@@ -60,35 +60,31 @@ class Plan:
     # transposes an operand first: 134 ms instead of 309 for a matrix [128, 3 * 128] of B 1024.
     flatten_rows: bool = False
     # TPUs: rows to make of each row of the batch. Matrix units are not used for a single row, and
-    # take as long for eight as for one: 35.5 ms instead of 367 for a layer of the size of enwik8.
+    # take as long for eight as for one. By the schedule, the loops of a layer of the size of enwik8
+    # take 12.1 to 19.2 ms with it and 38.7 to 40.1 without.
     rows_from_one: int = 1
-    # TPUs: the dtype in which operands of matmuls are stored; None is the dtype of the matmuls. A
-    # layer of H 1024 (B 64, T 128, r = 5) took 21.40 ms instead of 22.98 by them alone. With the
-    # fields below it took 15.14 ms, and 19.65 without the first of the two.
+    # TPUs: the dtype in which operands of matmuls are stored; None is the dtype of the matmuls. The
+    # loops of a layer of H 1024 (B 64, T 128, r = 5) need 0.64 GiB with them and 0.98 without. By
+    # the schedule they take 3.60 to 6.83 ms and 3.70 to 10.16.
     operands_forward: np.dtype | None = None
     operands_backward: np.dtype | None = None
-    # TPUs: round what goes into large maps, but cast it only within their matmul. It saves 2,000
-    # cycles for each of two rounds and each step of enwik8. PTB would take 18.0 ms instead of 17.2.
-    round_before_cast: bool = False
     # TPUs: fill the last axis of the matrices of large maps up to a multiple of this before the
     # forward loop. By the schedule, the gates' matmul of enwik8 (H 1687, 32 rows) takes 13,046
     # cycles instead of 25,668, although XLA's own estimate of it rises.
     output_alignment: int = 1
-    # TPUs: loops whose results have at most this many bytes on a device write into memory that is
-    # not filled with zeros first: 44.2 ms instead of 48.6 for a layer of the size of enwik8. In a
-    # whole step XLA allocates larger ones too early: enwik8 took 642 ms instead of 385.
-    uninitialised_forward: int = 0
-    uninitialised_backward: int = 0
     # TPUs: store the parts of the carry as one array, which is too large for the fast memory and
-    # leaves it to the weights. With 32 rows of enwik8, a window of h took the room of the weights:
-    # their matmul took 129,000 cycles instead of 16,400, and the layer 103 ms.
+    # leaves it to the weights. By the schedule, the loops of a layer of the size of enwik8 take
+    # 16.3 to 33.4 ms with it and 18.6 to 134.9 without.
     stack_carries: bool = False
     # TPUs: compute the outputs of thin maps in each step of the backward loop, not for all steps
-    # before it: 19.59 ms instead of 21.40 for a layer of H 1024.
+    # before it. By the schedule, the loops of a layer of H 1024 take 3.60 to 6.83 ms with it and
+    # 3.92 to 10.89 without.
     recompute_thin_outputs: bool = False
     # TPUs: run the backward loop in chunks of at most this many steps, which fit into the fast
-    # memory: 14.75 ms instead of 19.58 for a layer of H 1024. Smaller and larger windows lose: 1.77
-    # instead of 1.56 ms for H 256, and 431 instead of 385 ms for a step of enwik8.
+    # memory. By the schedule, the loops of a layer of H 1024 take 3.60 to 6.83 ms with them and
+    # 3.55 to 15.32 without, but then their DMAs alone need 5.56 ms at the bandwidth of the memory.
+    # By XLA's estimate, smaller and larger windows lose: 1.77 instead of 1.56 ms for H 256, and 431
+    # instead of 385 ms for a step of enwik8.
     backward_chunk: int | None = None
     # GPUs: multiply the thin factors of a map before the loop if their product has at most this
     # many bytes. Two factors take five kernels in each step of PTB, their product one.
@@ -156,28 +152,23 @@ def _make_tpu_plan(sizes: Sizes) -> Plan:
     plan = Plan(rows_from_one=rows_from_one, output_alignment=aligned)
     if not tpus_round(sizes.dtype):
         return plan
+    plan = dataclasses.replace(plan, operands_forward=BFLOAT16)
     rows = sizes.rows * rows_from_one
     if not isinstance(sizes.steps * rows, int):  # Symbolic, in a program to be exported.
-        return dataclasses.replace(plan, operands_forward=BFLOAT16)
-    plan = dataclasses.replace(plan, operands_forward=BFLOAT16, uninitialised_forward=128 * MIB)
+        return plan
+    if sizes.maps_read_inputs or sizes.num_maps > 1:  # A single map of h gained nothing from it.
+        plan = dataclasses.replace(plan, operands_backward=BFLOAT16)
+    if not sizes.maps_read_inputs:
+        return plan
     # The outputs of large maps that a device stores for the backward pass.
     stored = sizes.steps * rows * sizes.large_outputs * sizes.dtype.itemsize // devices
     large, larger = stored > 64 * MIB, stored > 128 * MIB
-    if sizes.maps_read_inputs:
-        return dataclasses.replace(
-            plan,
-            operands_backward=BFLOAT16,
-            uninitialised_backward=0 if large else 128 * MIB,
-            round_before_cast=large,
-            recompute_thin_outputs=large,
-            stack_carries=larger and sizes.carry_parts_alike,
-            backward_chunk=16 if large and not larger else None,
-        )
-    if sizes.num_maps > 1:
-        return dataclasses.replace(
-            plan, operands_backward=BFLOAT16, uninitialised_backward=128 * MIB
-        )
-    return plan  # Backward, a single map of h gained nothing from either.
+    return dataclasses.replace(
+        plan,
+        recompute_thin_outputs=large,
+        stack_carries=larger and sizes.carry_parts_alike,
+        backward_chunk=16 if large and not larger else None,
+    )
 
 
 def make_softmax_plan(platform: str, dtype: np.dtype) -> SoftmaxPlan:

@@ -136,7 +136,7 @@ def _forward(
     resets: Resets | None = None,
 ) -> tuple[tuple[State, Float[Array, "T B H"]], _Saved]:
     plan = setting.plan
-    maps = taps.Taps(params, setting.dtype, plan.operands_forward, plan.round_before_cast)
+    maps = taps.Taps(params, setting.dtype, plan.operands_forward)
     step = _TappedStep(setting, maps, masks.constant)
     project_all, project_one = _projections(setting, input_map)
     zs, matrices = project_all(xs), maps.maps
@@ -162,7 +162,7 @@ def _forward(
         projected = z if plan.project_inputs_in_step else None
         return after, (stored, outputs, projected, None if resets is None else after.h)
 
-    loop = loops.make(uninitialised=plan.uninitialised_forward, pack=plan.pack_results)
+    loop = loops.make(pack=plan.pack_results)
     inputs = (zs, masks.scanned, resets and resets.marks)
     last, (carries, outputs, projected, hs) = loop(body, carry, inputs, unroll=setting.unroll)
     if plan.project_inputs_in_step:
@@ -214,7 +214,6 @@ def _backward(
         return (d_carry, d_vectors), (None, d_outputs)
 
     loop = loops.make(
-        uninitialised=plan.uninitialised_backward,
         pack=plan.pack_results,
         chunk=plan.backward_chunk,
         overwrite=plan.overwrite_outputs,

@@ -32,7 +32,6 @@ class Taps:
         belongs to the matrix beside it.
       dtype: the dtype of the outputs.
       operand_dtype: the dtype of matrices and of what they multiply; `dtype` if None.
-      round_before_cast: round the inputs of large maps, but cast them only within the matmul.
     """
 
     _FIRST = ("kernel", "down", "input", "recurrent")
@@ -43,10 +42,8 @@ class Taps:
         params: cells.Params | list[cells.Params],
         dtype: np.dtype,
         operand_dtype: np.dtype | None = None,
-        round_before_cast: bool = False,
     ) -> None:
         self._dtype, self.operand_dtype = dtype, operand_dtype or dtype
-        self._round_before_cast = round_before_cast
         self._adds_bias = cells.wide(dtype) == dtype
         flat, treedef = jax.tree_util.tree_flatten_with_path(params)
         self._treedef: Any = treedef
@@ -131,11 +128,6 @@ class Taps:
         self, name: str, x: Float[Array, "*B I"], maps: dict[str, Matrices]
     ) -> Float[Array, "..."]:
         """The output of a map for x; `maps` is `self.maps`, or these as made by a method above."""
-        if self._round_before_cast and not self.is_thin(name):
-            # XLA does not move the cast of a rounded x. Otherwise it would fuse the cast into the
-            # computation of x, and a TPU takes longer to write bfloat16.
-            to = jnp.finfo(self.operand_dtype)
-            x = jax.lax.reduce_precision(x, to.nexp, to.nmant)
         for matrix in maps[name]:
             x = jnp.tensordot(
                 _pad_last(x.astype(self.operand_dtype), matrix.shape[0]),

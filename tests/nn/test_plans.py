@@ -111,11 +111,11 @@ def test_gpus_pack_and_multiply_if_maps_read_inputs():
     assert plans.make_plan("rocm", sizes_of(MOGRIFIER)) == plans.Plan()
 
 
-FORWARD = dict(operands_forward=BF16, uninitialised_forward=128 * MIB)
+FORWARD = dict(operands_forward=BF16)
 BOTH = FORWARD | dict(operands_backward=BF16)
 ALIGNED = dict(output_alignment=128)
-SMALL = BOTH | ALIGNED | dict(uninitialised_backward=128 * MIB)
-LARGE = BOTH | ALIGNED | dict(round_before_cast=True, recompute_thin_outputs=True)
+SMALL = BOTH | ALIGNED
+LARGE = BOTH | ALIGNED | dict(recompute_thin_outputs=True)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_tpus_are_given_by_how_much_a_device_stores(stored, expected):
 
 def test_tpus_have_other_plans_for_maps_of_h_alone_single_rows_and_other_dtypes():
     assert on_tpus(sizes_of(LSTM)) == FORWARD
-    assert on_tpus(sizes_of(layers.MLSTMCell(H))) == BOTH | dict(uninitialised_backward=128 * MIB)
+    assert on_tpus(sizes_of(layers.MLSTMCell(H))) == BOTH
     assert on_tpus(sizes_of(LSTM, batch=1)) == FORWARD | dict(rows_from_one=8)
     assert on_tpus(sizes_of(LSTM, batch=2), devices=2) == FORWARD | dict(rows_from_one=8)
     bfloat16 = sizes_of(layers.MogrifierLSTMCell(H, dtype=jnp.bfloat16))

@@ -293,24 +293,12 @@ def test_every_cell_has_a_variant():
 
 MANY = 2**30  # Bytes that no test has.
 # What platforms are given for windows of several sizes, in chunks that are short enough for T.
-TPU = plans.Plan(output_alignment=128, uninitialised_forward=MANY, uninitialised_backward=MANY)
+TPU = plans.Plan(output_alignment=128)
 PLANS = {
     "default": plans.Plan(),
     "small on a TPU": TPU,
-    "middle on a TPU": dataclasses.replace(
-        TPU,
-        uninitialised_backward=0,
-        round_before_cast=True,
-        recompute_thin_outputs=True,
-        backward_chunk=4,
-    ),
-    "large on a TPU": dataclasses.replace(
-        TPU,
-        uninitialised_backward=0,
-        round_before_cast=True,
-        recompute_thin_outputs=True,
-        stack_carries=True,
-    ),
+    "middle on a TPU": dataclasses.replace(TPU, recompute_thin_outputs=True, backward_chunk=4),
+    "large on a TPU": dataclasses.replace(TPU, recompute_thin_outputs=True, stack_carries=True),
     "GPU": plans.Plan(factor_product_bytes=MANY, product_alignment=128, pack_results=True),
     "CPU with resets": plans.Plan(overwrite_outputs=True, flatten_rows=True),
 }
@@ -356,10 +344,7 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
         dict(rows_from_one=8),
         dict(operands_forward=plans.BFLOAT16),
         dict(operands_backward=plans.BFLOAT16),
-        dict(round_before_cast=True),
         dict(output_alignment=128),
-        dict(uninitialised_forward=MANY),
-        dict(uninitialised_backward=MANY),
         dict(stack_carries=True),
         dict(recompute_thin_outputs=True),
         dict(backward_chunk=3),
