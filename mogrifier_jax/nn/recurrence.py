@@ -144,6 +144,8 @@ def _forward(
         matrices = maps.multiply_factors(plan.factor_product_bytes, plan.product_alignment)
     elif plan.output_alignment > 1:
         matrices = maps.pad_outputs(plan.output_alignment)
+    if plan.inner_alignment > 1:
+        matrices = maps.pad_inner(matrices, plan.inner_alignment)
 
     def body(carry: State, inputs: Any) -> tuple[State, Any]:
         x, scanned, marks = inputs
@@ -188,6 +190,10 @@ def _backward(
     if plan.factor_product_bytes:
         transposed_in_loop = maps.multiply_factors(
             plan.factor_product_bytes, plan.product_alignment, transposed=True
+        )
+    if plan.inner_alignment > 1:
+        transposed_in_loop = maps.pad_inner(
+            transposed_in_loop, plan.inner_alignment, transposed=True
         )
     written_once: list[str] = []
 

@@ -106,6 +106,23 @@ class Taps:
         products = {name: multiply(matrices) for name, matrices in self.maps.items()}
         return jax.lax.optimization_barrier(products)
 
+    def pad_inner(
+        self, maps: dict[str, Matrices], alignment: int, transposed: bool = False
+    ) -> dict[str, Matrices]:
+        """These maps (transposed), with zeros that fill the inner axis of single matrices."""
+
+        def pad(matrices: Matrices) -> Matrices:
+            axis = matrices[0].ndim - 2 if transposed else 0  # The last one of several.
+            missing = -matrices[0].shape[axis] % alignment
+            if len(matrices) == 2 or not missing:
+                return matrices
+            widths = [(0, 0)] * matrices[0].ndim
+            widths[axis] = (0, missing)
+            return (jnp.pad(matrices[0], widths),)
+
+        # The barrier makes XLA fill them up once, before a loop.
+        return jax.lax.optimization_barrier({name: pad(each) for name, each in maps.items()})
+
     def pad_outputs(self, alignment: int) -> dict[str, Matrices]:
         """The maps, with zeros that fill the last axis of large ones up to a multiple."""
 

@@ -105,7 +105,9 @@ def test_a_mesh_of_several_devices_is_seen_from_what_it_holds():
 
 
 def test_gpus_pack_and_multiply_if_maps_read_inputs():
-    plan = plans.Plan(factor_product_bytes=16 * MIB, product_alignment=128, pack_results=True)
+    plan = plans.Plan(
+        factor_product_bytes=16 * MIB, product_alignment=128, inner_alignment=8, pack_results=True
+    )
     assert plans.make_plan("cuda", sizes_of(MOGRIFIER)) == plan
     assert plans.make_plan("cuda", sizes_of(LSTM)) == plans.Plan()
     assert plans.make_plan("rocm", sizes_of(MOGRIFIER)) == plans.Plan()

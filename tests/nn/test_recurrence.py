@@ -299,7 +299,9 @@ PLANS = {
     "small on a TPU": TPU,
     "middle on a TPU": dataclasses.replace(TPU, recompute_thin_outputs=True, backward_chunk=4),
     "large on a TPU": dataclasses.replace(TPU, recompute_thin_outputs=True, stack_carries=True),
-    "GPU": plans.Plan(factor_product_bytes=MANY, product_alignment=128, pack_results=True),
+    "GPU": plans.Plan(
+        factor_product_bytes=MANY, product_alignment=128, inner_alignment=8, pack_results=True
+    ),
     "CPU with resets": plans.Plan(overwrite_outputs=True, flatten_rows=True),
 }
 
@@ -349,6 +351,7 @@ def test_every_field_of_a_plan_changes_the_program(monkeypatch):
         dict(recompute_thin_outputs=True),
         dict(backward_chunk=3),
         dict(factor_product_bytes=MANY),
+        dict(inner_alignment=8),
         dict(pack_results=True),
         dict(overwrite_outputs=True),
         dict(flatten_rows=True),
@@ -380,6 +383,22 @@ def test_gradients_are_written_over_what_the_backward_loop_reads(variant, monkey
         - overwriting.memory_analysis().temp_size_in_bytes
     )
     assert saved >= 4 * T * batch * 13
+
+
+def test_loops_on_gpus_read_matrices_whose_inner_axis_is_filled_up():
+    cell = make_cell("mogrifier", hidden_size=13)
+    tree, _, _ = problem(cell, input_size=12)
+
+    def read_by_loops(on):
+        program = gradient_program(cell, tree, on=on)
+        return [{variable.aval.shape for variable in scan.invars} for scan in scans(program)]
+
+    for on, shapes in (
+        ("cpu", [{(25, 4, 13), (12, 13)}, {(4, 13, 25), (12, 13)}]),
+        ("gpu", [{(32, 4, 13), (16, 13)}, {(4, 16, 25), (16, 13)}]),
+    ):
+        for expected, found in zip(shapes, read_by_loops(on), strict=True):
+            assert expected <= found, on
 
 
 def rows(program):
