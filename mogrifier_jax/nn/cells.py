@@ -13,12 +13,14 @@ is 1 / (1 - rate). They apply to the state that the gates read, never to the sto
 `recurrence.py` puts taps in their place, which take over the matmuls.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -40,6 +42,11 @@ class LSTMCarry(NamedTuple):
 
     c: Float[Array, "*B H"]  # At least float32: it accumulates over the whole sequence.
     h: Float[Array, "*B H"]  # In the compute dtype.
+
+
+# Lets exported programs that take or return it be serialised.
+with contextlib.suppress(ValueError):  # A module that is imported again has registered it before.
+    export.register_namedtuple_serialization(LSTMCarry, serialized_name="mogrifier_jax.LSTMCarry")
 
 
 class Carry(NamedTuple):

@@ -1,6 +1,7 @@
 """What users of Flax type, for every cell, linen and NNX: names, initialisers, carries, dtypes,
 resets, export, meshes, and what misuse is told."""
 
+import collections
 import functools
 import inspect
 import itertools
@@ -488,6 +489,31 @@ def test_export_with_symbolic_batch_and_time(name, fast, several_backends):
         expected = run(variables, *args)
         assert_close(exported.call(variables, *args), expected, 1e-5)
         assert expected[1].shape == (rows, length, H) and abs(expected[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("make_cell", [make, make_nnx], ids=["linen", "nnx"])
+def test_exported_programs_with_the_carry_of_an_lstm_can_be_serialised(make_cell):
+    pytest.importorskip("flatbuffers")
+    cell = make_cell("LSTMCell")
+    if make_cell is make:
+        run = functools.partial(rnn.RNN(cell, return_carry=True).apply, problem(cell)[0])
+    else:
+        run = mogrifier_jax.nnx.RNN(cell, return_carry=True)
+    carry = mogrifier_jax.LSTMCarry(np.ones((B, H), np.float32), np.ones((B, H), np.float32))
+    step = lambda carry, xs: run(xs, initial_carry=carry)  # noqa: E731
+    program = export.deserialize(export.export(jax.jit(step))(carry, XS).serialize())
+    found = program.call(carry, XS)
+    assert_close(found, step(carry, XS), 1e-6)
+    assert isinstance(found[0], mogrifier_jax.LSTMCarry)
+
+
+def test_the_carry_of_an_lstm_is_registered_for_serialisation():
+    """Without flatbuffers, too, which serialising needs."""
+    register = functools.partial(export.register_namedtuple_serialization, serialized_name="Other")
+    with pytest.raises(ValueError, match="Duplicate serialization registration"):
+        register(mogrifier_jax.LSTMCarry)
+    unknown = collections.namedtuple("unknown", "c h")
+    assert register(unknown) is unknown
 
 
 # Meshes.
