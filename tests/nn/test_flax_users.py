@@ -315,6 +315,19 @@ def resetting(cell, fast=True, **options):
     return run
 
 
+def resetting_nnx(name, **options):
+    """As `resetting`, with the NNX cell of this name, which takes the parameters of linen."""
+    graph, params, rest = nnx.split(make_nnx(name), nnx.Param, ...)
+
+    def run(variables, carry, xs, resets, **given):
+        state = jax.tree.map(lambda leaf: leaf, params)
+        nnx.replace_by_pure_dict(state, variables["params"]["cell"])
+        module = mogrifier_jax.nnx.RNN(nnx.merge(graph, state, rest), return_carry=True, **options)
+        return module(xs, initial_carry=carry, resets=resets, **given)
+
+    return run
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_resets_are_those_of_a_scan_that_starts_anew(name):
     """Values and all gradients, in float64 and float32; without resets it is another result."""
@@ -349,6 +362,30 @@ def test_resets_in_nnx_are_those_of_linen(name):
         end, ys = run(XS, initial_carry=tuple(carry) if name in GATED else carry, resets=RESETS)
         assert_close((jax.tree.leaves(end), ys), (jax.tree.leaves(expected[0]), expected[1]), 2e-6)
     assert abs(run(XS, initial_carry=carry)[1] - ys).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "GRUCell"))
+def test_gradients_of_nnx_are_those_of_linen(name):
+    """With resets, lengths, reverse order, time in front, chunks and several batch axes."""
+    cell = make(name)
+    variables, carry = problem(cell)
+    given = dict(seq_lengths=LENGTHS, reverse=True, keep_order=True)
+    linen = functools.partial(resetting(cell), **given)
+    expected = differentiate(linen)(variables, carry, XS, RESETS)
+    nested = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (carry, XS, RESETS))
+    given["seq_lengths"] = LENGTHS.reshape(2, 2)
+
+    def run(variables, carry, xs, resets):
+        xs, resets = jnp.moveaxis(xs, 2, 0), jnp.moveaxis(resets, 2, 0)
+        end, ys = resetting_nnx(name, remat_window=4, time_major=True)(
+            variables, carry, xs, resets, **given
+        )
+        return end, jnp.moveaxis(ys, 0, 2)
+
+    (value, results), grads = differentiate(run)(variables, *nested)
+    flat = lambda tree: jax.tree.map(lambda a: a.reshape(B, *a.shape[2:]), tree)  # noqa: E731
+    assert_close(((value, flat(results)), (grads[0], *flat(grads[1:]))), expected, 2e-6)
+    assert abs(differentiate(run)(variables, *nested[:2], ~nested[2])[0][0] - value) > 1e-2
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -491,6 +528,33 @@ def test_export_with_symbolic_batch_and_time(name, fast, several_backends):
         assert expected[1].shape == (rows, length, H) and abs(expected[1]).max() > 1e-3
 
 
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "GRUCell"))
+def test_export_of_nnx_with_symbolic_batch_and_time(name, several_backends):
+    cell = make(name)
+    variables, _ = problem(cell)
+    run = functools.partial(resetting_nnx(name), reverse=True, keep_order=True)
+    batch, steps = export.symbolic_shape("batch, steps")
+    abstract = jax.ShapeDtypeStruct
+    carry = jax.eval_shape(lambda: cell.initialize_carry(jax.random.key(0), (1, D)))
+    program = export.export(
+        jax.jit(lambda *args, lengths: run(variables, *args, seq_lengths=lengths)),
+        platforms=("cpu", "cuda", "tpu"),
+    )(
+        jax.tree.map(lambda a: abstract((batch, H), a.dtype), carry),
+        abstract((batch, steps, D), np.float32),
+        abstract((batch, steps), np.bool_),
+        lengths=abstract((batch,), np.int32),
+    )
+    linen = functools.partial(resetting(cell), reverse=True, keep_order=True)
+    for rows, length in ((4, 6), (1, 1), (2, 3)):
+        carry = jax.tree.map(lambda a, n=rows: jnp.full((n, H), 0.5, a.dtype), carry)
+        args = (carry, XS[:rows, :length], RESETS[:rows, :length])
+        lengths = np.minimum(LENGTHS[:rows], length).astype(np.int32)
+        expected = linen(variables, *args, seq_lengths=lengths)
+        assert_close(program.call(*args, lengths=lengths), expected, 1e-5)
+        assert expected[1].shape == (rows, length, H) and abs(expected[1]).max() > 1e-3
+
+
 @pytest.mark.parametrize("make_cell", [make, make_nnx], ids=["linen", "nnx"])
 def test_exported_programs_with_the_carry_of_an_lstm_can_be_serialised(make_cell):
     pytest.importorskip("flatbuffers")
@@ -571,6 +635,17 @@ def test_explicit_and_manual_meshes(name, on_mesh):
             *(variables, start, XS, RESETS),
         )
         assert_close(found[0], expected, 1e-5)
+
+
+@pytest.mark.parametrize("on_mesh", [on_explicit_mesh, on_manual_mesh])
+@pytest.mark.parametrize("name", quick.mostly_slow(CELLS, "GRUCell"))
+def test_nnx_on_explicit_and_manual_meshes(name, on_mesh):
+    cell = make(name)
+    variables, carry = problem(cell)
+    expected = differentiate(resetting(cell))(variables, carry, XS, RESETS)
+    found = on_mesh(resetting_nnx(name), variables, carry, XS, RESETS)
+    assert_close(found, expected, 1e-5)
+    assert {shard.data.shape for shard in found[0][1][1].addressable_shards} == {(1, T, H)}
 
 
 # What misuse is told.
