@@ -11,7 +11,7 @@ Paper, perplexity on valid / test (hidden sizes 951 and 912):
 
 `small` has 1M parameters, for a CPU core: one turn is one pass over the text and takes two to three
 minutes, and training ends when validation stops improving, after at most 10 turns. Its settings are
-the best of eight trials for each model (experiments/studies/ptb_small.json, docs/science.md); both
+the best of eight trials for each model (experiments/studies/ptb_small.json, docs/science.md); all
 models are best at the same rate and dropout.
 
     python -m mogrifier_jax.main --mode=sweep --config=experiments/ptb.py:small --set=models \
