@@ -161,7 +161,7 @@ def test_weights_are_the_averaged_ones_and_need_no_corpus(trained, monkeypatch):
 def _no_task(loaded):
     class Task:
         vocabulary, encoder_decoder, carries = loaded.vocabulary, False, True
-        batch_at = None
+        batch_at, digests = None, {}
 
     return Task
 
