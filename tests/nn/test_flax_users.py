@@ -557,7 +557,6 @@ def test_export_of_nnx_with_symbolic_batch_and_time(name, several_backends):
 
 @pytest.mark.parametrize("make_cell", [make, make_nnx], ids=["linen", "nnx"])
 def test_exported_programs_with_the_carry_of_an_lstm_can_be_serialised(make_cell):
-    pytest.importorskip("flatbuffers")
     cell = make_cell("LSTMCell")
     if make_cell is make:
         run = functools.partial(rnn.RNN(cell, return_carry=True).apply, problem(cell)[0])
@@ -572,7 +571,6 @@ def test_exported_programs_with_the_carry_of_an_lstm_can_be_serialised(make_cell
 
 
 def test_the_carry_of_an_lstm_is_registered_for_serialisation():
-    """Without flatbuffers, too, which serialising needs."""
     register = functools.partial(export.register_namedtuple_serialization, serialized_name="Other")
     with pytest.raises(ValueError, match="Duplicate serialization registration"):
         register(mogrifier_jax.LSTMCarry)
