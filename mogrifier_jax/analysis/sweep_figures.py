@@ -56,7 +56,9 @@ def draw_learning_curves(rows: documents.Rows, title: str = "") -> "matplotlib_f
     fig, ((axes,),) = figures.make_panels(1, 1, width=7, height=3.8)
     variants = dict.fromkeys(row["label"] if row["x"] is None else row["x"] for row in rows)
     others = [variant for variant in variants if variant not in figures.COLOURS]
-    colours = {variant: f"C{2 + k}" for k, variant in enumerate(others)} | figures.COLOURS
+    colours = {
+        variant: f"C{len(figures.COLOURS) + k}" for k, variant in enumerate(others)
+    } | figures.COLOURS
     for row in rows:
         variant = row["label"] if row["x"] is None else row["x"]
         name = row["label"] if row["x"] is None else f"{row['label']}, {row['x']}"
@@ -121,7 +123,7 @@ def _draw_curves(axes: "matplotlib_axes.Axes", points: Points) -> None:
             [score["mean"] for _, score in chosen],
             yerr=spreads if any(spreads) else None,
             fmt="o" if words else "o-",
-            color=figures.COLOURS.get(label, f"C{number + 2}"),
+            color=figures.COLOURS.get(label, f"C{len(figures.COLOURS) + number}"),
             capsize=3,
             label=label,
         )

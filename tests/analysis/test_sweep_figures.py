@@ -35,3 +35,13 @@ def test_learning_curves_leave_out_what_comes_before_training():
     assert axes.lines[0].get_xdata().tolist() == pytest.approx(millions)
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["LSTM", "Mogrifier"] and axes.get_title() == "Title"
+
+
+def test_learning_curves_of_different_models_have_different_colours():
+    from matplotlib import colors
+
+    labels = ["Mogrifier", "Mogrifier RLSTM", "Chrono initialisation", "Rectified Adam"]
+    curves = {label: [[(0, 5.0), (10, 4.0)]] for label in labels}
+    rows = make_rows({label: [4.0] for label in labels}, curves=curves)
+    (axes,) = sweep_figures.draw_learning_curves(rows).axes
+    assert len({colors.to_hex(line.get_color()) for line in axes.get_lines()}) == len(labels)
