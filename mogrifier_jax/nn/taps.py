@@ -113,12 +113,7 @@ class Taps:
 
         def pad(matrices: Matrices) -> Matrices:
             axis = matrices[0].ndim - 2 if transposed else 0  # The last one of several.
-            missing = -matrices[0].shape[axis] % alignment
-            if len(matrices) == 2 or not missing:
-                return matrices
-            widths = [(0, 0)] * matrices[0].ndim
-            widths[axis] = (0, missing)
-            return (jnp.pad(matrices[0], widths),)
+            return _fill_up(matrices, axis, alignment)
 
         # The barrier makes XLA fill them up once, before a loop.
         return jax.lax.optimization_barrier({name: pad(each) for name, each in maps.items()})
@@ -126,15 +121,8 @@ class Taps:
     def pad_outputs(self, alignment: int) -> dict[str, Matrices]:
         """The maps, with zeros that fill the last axis of large ones up to a multiple."""
 
-        def pad(matrices: Matrices) -> Matrices:
-            missing = -matrices[-1].shape[-1] % alignment
-            if len(matrices) == 2 or not missing:
-                return matrices
-            (matrix,) = matrices
-            return (jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, missing)]),)
-
         # The barrier makes XLA fill them up once, before a loop.
-        padded = {name: pad(matrices) for name, matrices in self.maps.items()}
+        padded = {name: _fill_up(matrices, -1, alignment) for name, matrices in self.maps.items()}
         return jax.lax.optimization_barrier(padded)
 
     def vectors_of_rows(self, rows: int) -> dict[str, Array]:
@@ -223,6 +211,16 @@ def _beside(path: tuple[Any, ...], name: str) -> str:
 def transpose(matrix: Float[Array, "I *O"]) -> Float[Array, "*O I"]:
     """Moves the first axis to the end."""
     return jnp.moveaxis(matrix, 0, -1)
+
+
+def _fill_up(matrices: Matrices, axis: int, alignment: int) -> Matrices:
+    """A single matrix with zeros up to a multiple on an axis; two factors as they are."""
+    missing = -matrices[0].shape[axis] % alignment
+    if len(matrices) == 2 or not missing:
+        return matrices
+    widths = [(0, 0)] * matrices[0].ndim
+    widths[axis] = (0, missing)
+    return (jnp.pad(matrices[0], widths),)
 
 
 def _pad_last(x: Float[Array, "*B I"], size: int) -> Float[Array, "*B {size}"]:
