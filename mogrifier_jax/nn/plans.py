@@ -109,11 +109,8 @@ class SoftmaxPlan:
     # have 16 MB, which a cache holds: 152 ms instead of 303 for 2,240 tokens and 10,001 words.
     logits_at_once: float = math.inf
     flatten: bool = False
-    # TPUs: the dtype of the logits' gradient in its matmuls, and whether the gradient of the
-    # embeddings keeps their layout and is made before the backward loops: 17.17 ms instead of 18.72
-    # for a step of PTB.
+    # TPUs: the dtype of the logits' gradient in its matmuls.
     operands_backward: np.dtype | None = None
-    keep_embedding_layout: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +182,7 @@ def make_softmax_plan(platform: str, dtype: np.dtype) -> SoftmaxPlan:
     if platform == "cpu":
         return SoftmaxPlan(logits_at_once=1 << 22, flatten=True)
     if platform == "tpu":
-        rounds = tpus_round(dtype)
-        return SoftmaxPlan(
-            operands_backward=BFLOAT16 if rounds else None,
-            keep_embedding_layout=rounds,
-        )
+        return SoftmaxPlan(operands_backward=BFLOAT16 if tpus_round(dtype) else None)
     return SoftmaxPlan()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.experimental import layout
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
@@ -251,13 +250,6 @@ def _log_probability_backward(
         d_us = dot(d_logits, matrix.astype(d_logits.dtype), axes=1)
         d_matrix = dot(d_logits, us.astype(d_logits.dtype), (lead, lead))
         d_bias = taps.sum_leading(d_logits, len(lead)).astype(bias.dtype)
-        if plan.keep_embedding_layout:
-            # XLA would transpose the gradient, and with it the embeddings and their optimizer
-            # state at each train step.
-            d_matrix = layout.with_layout_constraint(d_matrix, layout.Layout((0, 1)))
-            # The barrier computes both before the backward loops, so that the gradient of the
-            # logits takes no memory during these.
-            d_us, d_matrix = jax.lax.optimization_barrier((d_us, d_matrix))
         return d_us, d_matrix, d_bias
 
     make_plan = functools.partial(plans.make_softmax_plan, dtype=us.dtype)
