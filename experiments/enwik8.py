@@ -14,9 +14,9 @@ Paper, bits per byte on valid / test (hidden sizes 1725, 1687, 1218 and 1160):
 The full sizes have not been run. `rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of
 the Mogrifier.
 
-`small` has two layers and 1M parameters. It reads 5M bytes, which start at 32 places of the training
-text, and takes a CPU core about half an hour with the evaluations of the whole validation text. The
-settings are a first guess, which a study for each model is to replace (docs/science.md).
+`small` has two layers and 1M parameters. It reads 5M bytes, which start at 32 places of the
+training text, and takes a CPU core about half an hour with the evaluations of the whole validation
+text. The settings are a first guess, which a study for each model is to replace (docs/science.md).
 
 Variants: `mogrifier` (default), `lstm` or `rlstm`; `96m` (default) or `48m`; `small` as above;
 `tiny` is a smoke run.
