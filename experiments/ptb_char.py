@@ -13,7 +13,7 @@ The full size has not been run. The tuned LSTM of this row was never published: 
 Mogrifier's settings with no rounds (hidden size 1221), so its result need not be the paper's.
 `rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of the Mogrifier.
 
-`small` has 1M parameters and two passes over the text, which take a CPU core ten minutes.
+`small` has 1M parameters and one pass over the text, which takes a CPU core five minutes.
 The settings are a first guess, which a study for each model is to replace (docs/science.md).
 
 Variants: `mogrifier` (default), `lstm` or `rlstm`; `small` as above; `tiny` is a smoke run.
@@ -35,7 +35,7 @@ SMALL = dict(
     dropout=(0.0, 0.0, 0.0, 0.0),
     optimizer=dict(learning_rate=0.004, l2_penalty=1e-5),
     averaging=dict(trigger_turns=2, trigger_at_the_latest=3),
-    schedule=dict(turns=4, steps_per_turn=1045),
+    schedule=dict(turns=4, steps_per_turn=522),
 )
 SMALL_GATES = dict(model=dict(rounds=4, rank=20))  # Of the models with rounds.
 CELLS = {"mogrifier": {}, "lstm": configs.UNGATED, "rlstm": configs.REWIRED}
