@@ -84,4 +84,4 @@ def get_config(variant=""):
     )
 
 
-SETS = {"models": configs.MODELS, "rewired": configs.REWIRED_MODELS}
+SETS = {"models": configs.ALL_MODELS}

@@ -13,8 +13,9 @@ The full size has not been run. The tuned LSTM of this row was never published: 
 Mogrifier's settings with no rounds (hidden size 1221), so its result need not be the paper's.
 `rlstm` is the Mogrifier RLSTM (docs/cells.md) at the settings of the Mogrifier.
 
-`small` has 1M parameters and one pass over the text, which takes a CPU core five minutes.
-The settings are a first guess, which a study for each model is to replace (docs/science.md).
+`small` has 1M parameters and one pass over the text, which takes a CPU core five minutes. Each
+model has the settings of the best of its four trials (docs/science.md); those of the Mogrifier and
+the Mogrifier RLSTM are the same. RESULTS.md has the comparison.
 
 Variants: `mogrifier` (default), `lstm` or `rlstm`; `small` as above; `tiny` is a smoke run.
 """
@@ -33,19 +34,24 @@ SMALL = dict(
     data=dict(batch_size=32, window=75),
     model=dict(num_params=1_000_000),
     dropout=(0.0, 0.0, 0.0, 0.0),
-    optimizer=dict(learning_rate=0.004, l2_penalty=1e-5),
+    optimizer=dict(l2_penalty=1e-5),
     averaging=dict(trigger_turns=2, trigger_at_the_latest=3),
     schedule=dict(turns=4, steps_per_turn=522),
 )
-SMALL_GATES = dict(model=dict(rounds=4, rank=20))  # Of the models with rounds.
+SMALL_GATED = dict(model=dict(rounds=4, rank=8), optimizer=dict(learning_rate=0.003011732126701547))
+SMALL_CELLS = {
+    "mogrifier": SMALL_GATED,
+    "lstm": dict(optimizer=dict(learning_rate=0.003256053572653868)),
+    "rlstm": SMALL_GATED,
+}
 CELLS = {"mogrifier": {}, "lstm": configs.UNGATED, "rlstm": configs.REWIRED}
 SIZES = {"": {}, "small": SMALL, "tiny": configs.TINY}
 
 
 def get_config(variant=""):
     cell, size = configs.choose(variant, CELLS, SIZES)
-    gates = SMALL_GATES if size == "small" and cell != "lstm" else {}
-    return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
+    tuned = SMALL_CELLS[cell] if size == "small" else {}
+    return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], tuned)
 
 
-SETS = {"models": configs.MODELS, "rewired": configs.REWIRED_MODELS}
+SETS = {"models": configs.ALL_MODELS}

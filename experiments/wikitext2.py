@@ -65,4 +65,4 @@ def get_config(variant=""):
     return configs.base(configs.LAMB, MOGRIFIER, CELLS[cell], SIZES[size], gates)
 
 
-SETS = {"models": configs.MODELS, "rewired": configs.REWIRED_MODELS}
+SETS = {"models": configs.ALL_MODELS}

@@ -143,6 +143,7 @@ REWIRED_MODELS = Set(
     "Mogrifier and Mogrifier RLSTM",
     [Row("mogrifier", "Mogrifier"), Row("rlstm", "Mogrifier RLSTM")],
 )
+ALL_MODELS = Set("LSTM, Mogrifier and Mogrifier RLSTM", [*MODELS.rows, REWIRED_MODELS.rows[1]])
 
 
 def choose(variant: str, *groups: Iterable[str]) -> tuple[str, ...]:

@@ -164,6 +164,9 @@ def test_sizes_without_a_published_file(name, expected):
     [
         ("ptb.py:small", "tune_ptb_small", 7),
         ("ptb.py:lstm,small", "tune_ptb_small_lstm", 5),
+        ("ptb_char.py:small", "tune_ptb_char_small", 3),
+        ("ptb_char.py:lstm,small", "tune_ptb_char_small_lstm", 1),
+        ("ptb_char.py:rlstm,small", "tune_ptb_char_small_rlstm", 3),
         ("pydoc.py", "tune_pydoc", 3),
         ("pydoc.py:lstm", "tune_pydoc_lstm", 1),
     ],
