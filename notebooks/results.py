@@ -31,7 +31,8 @@ measured = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.gl
 
 def find_set(stem):
     """The set that a file of results belongs to, and its title."""
-    for path in sorted(pathlib.Path("../experiments").glob("*.py")):
+    # "ptb_char" comes before "ptb", with which its name begins.
+    for path in sorted(pathlib.Path("../experiments").glob("*.py"), reverse=True):
         for name, variants in getattr(configs.load_file(path), "SETS", {}).items():
             if stem.startswith(f"{path.stem}_") and stem.endswith(f"_{name}"):
                 size = stem.removeprefix(path.stem).removesuffix(name).strip("_")
