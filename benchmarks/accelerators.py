@@ -6,12 +6,14 @@ Needs the extra `preflight`, and no accelerator. Prints the estimated time
 (`preflight/estimates.py` says from what), for TPUs both ends of the range by the schedule of the
 compiler (`preflight/schedules.py`), and the memory of a chip. `small` and `large` are the
 gradients of one layer; `ptb` and `enwik8` are whole train steps as published, enwik8 on four chips.
-A size that the compiler refuses for its memory has no time.
+A size that the compiler refuses for its memory has no time. `--only='r = 0|fast'` leaves out the
+rows that do not match.
 """
 
 import argparse
 import functools
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -131,25 +133,28 @@ def examine_step(
     return estimates.Seconds(report.seconds, *ends), report.needed
 
 
-def measure(name: str, chip: str, dtype: str) -> list[tuple[str, ...]]:
-    """Rows of one size."""
-    label = f"{chip}, {name}, {dtype}"
+def measure(name: str, chip: str, dtype: str, only: str) -> list[tuple[str, ...]]:
+    """Rows of one size: those whose kind matches a regular expression."""
+    examine: dict[str, Callable[[], tuple[estimates.Seconds, float]]]
     if name in STEPS:
         path, chips = STEPS[name]
-        found = {
-            kind: examine_step(path, TOPOLOGIES[chip, chips], dtype, kind == "fast")
+        examine = {
+            kind: functools.partial(
+                examine_step, path, TOPOLOGIES[chip, chips], dtype, kind == "fast"
+            )
             for kind in ("plain", "fast")
         }
     else:
-        target = targets.parse(TOPOLOGIES[chip, 1])
-        found = {
-            kind: examine_layer(LAYERS[name], jnp.dtype(dtype), *functions, target)
-            for kind, functions in contenders(LAYERS[name], jnp.dtype(dtype)).items()
+        size, target = LAYERS[name], targets.parse(TOPOLOGIES[chip, 1])
+        examine = {
+            kind: functools.partial(examine_layer, size, jnp.dtype(dtype), *functions, target)
+            for kind, functions in contenders(size, jnp.dtype(dtype)).items()
         }
     rows = []
-    for kind, (seconds, needed) in found.items():
+    for kind in filter(re.compile(only).search, examine):
+        seconds, needed = examine[kind]()
         times = (f"{1e3 * each:.2f}" if each == each else "" for each in seconds)
-        rows.append((f"{label}: {kind}", *times, f"{needed / 1e9:.2f}"))
+        rows.append((f"{chip}, {name}, {dtype}: {kind}", *times, f"{needed / 1e9:.2f}"))
         print(*rows[-1], flush=True)
     return rows
 
@@ -160,12 +165,13 @@ def main() -> None:
     parser.add_argument("--chips", default="v5e,h100", help="of v5e and h100")
     parser.add_argument("--sizes", default=",".join([*LAYERS, *STEPS]), help="any of: %(default)s")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--only", default="", help="regular expression on rows, as in 'r = 0'")
     options = parser.parse_args()
     rows = [("", "ms", "at least", "at most", "GB a chip")]
     for chip in options.chips.split(","):
         for name in options.sizes.split(","):
             for dtype in options.dtypes.split(","):
-                rows += measure(name, chip, dtype)
+                rows += measure(name, chip, dtype, options.only)
     print(timing.table(rows))
 
 
