@@ -82,9 +82,9 @@ class Plan:
     recompute_thin_outputs: bool = False
     # TPUs: run the backward loop in chunks of at most this many steps, which fit into the fast
     # memory. By the schedule, the loops of a layer of H 1024 take 3.60 to 6.83 ms with them and
-    # 3.55 to 15.32 without, but then their DMAs alone need 5.56 ms at the bandwidth of the memory.
-    # By XLA's estimate, smaller and larger windows lose: 1.77 instead of 1.56 ms for H 256, and 431
-    # instead of 385 ms for a step of enwik8.
+    # 3.55 to 15.32 without, and those of Penn Treebank, with the field above, 1.78 to 3.16 instead
+    # of 1.81 to 4.73. Small and large windows lose: 0.36 to 0.42 ms instead of 0.29 to 0.42 for
+    # H 256, and 16.9 to 51.1 instead of 16.3 to 33.4 for a layer of the size of enwik8.
     backward_chunk: int | None = None
     # GPUs: multiply the thin factors of a map before the loop if their product has at most this
     # many bytes. Two factors take five kernels in each step of PTB, their product one.
@@ -156,7 +156,7 @@ def _make_tpu_plan(sizes: Sizes) -> Plan:
     whole = jax.sharding.get_abstract_mesh().shape.get("model", 1) == 1
     aligned = 128 if sizes.maps_read_inputs and whole else 1
     plan = Plan(rows_from_one=rows_from_one, output_alignment=aligned)
-    if not tpus_round(sizes.dtype):
+    if not (tpus_round(sizes.dtype) or sizes.dtype == BFLOAT16):
         return plan
     plan = dataclasses.replace(plan, operands_forward=BFLOAT16)
     rows = sizes.rows * rows_from_one
@@ -166,9 +166,10 @@ def _make_tpu_plan(sizes: Sizes) -> Plan:
         plan = dataclasses.replace(plan, operands_backward=BFLOAT16)
     if not sizes.maps_read_inputs:
         return plan
-    # The outputs of large maps that a device stores for the backward pass.
-    stored = sizes.steps * rows * sizes.large_outputs * sizes.dtype.itemsize // devices
-    large, larger = stored > 64 * MIB, stored > 128 * MIB
+    # The outputs of large maps that a device stores for the backward pass, as numbers and not bytes:
+    # by the schedule, the same limits serve float32 and bfloat16.
+    stored = sizes.steps * rows * sizes.large_outputs // devices
+    large, larger = stored > 2**22, stored > 2**25
     return dataclasses.replace(
         plan,
         recompute_thin_outputs=large,

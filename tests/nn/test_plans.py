@@ -123,14 +123,14 @@ LARGE = BOTH | ALIGNED | dict(recompute_thin_outputs=True)
 @pytest.mark.parametrize(
     "stored, expected",
     [
-        (64 * MIB, SMALL),
-        (64 * MIB + 8, LARGE | dict(backward_chunk=16)),
-        (128 * MIB, LARGE | dict(backward_chunk=16)),
-        (128 * MIB + 8, LARGE | dict(stack_carries=True)),
+        (2**22, SMALL),
+        (2**22 + 2, LARGE | dict(backward_chunk=16)),
+        (2**25, LARGE | dict(backward_chunk=16)),
+        (2**25 + 2, LARGE | dict(stack_carries=True)),
     ],
 )
 def test_tpus_are_given_by_how_much_a_device_stores(stored, expected):
-    sizes = dataclasses.replace(sizes_of(MOGRIFIER), steps=1, rows=2, large_outputs=stored // 8)
+    sizes = dataclasses.replace(sizes_of(MOGRIFIER), steps=1, rows=2, large_outputs=stored // 2)
     assert on_tpus(sizes) == expected
     # A batch of four times the rows on four devices is the same on each.
     assert on_tpus(dataclasses.replace(sizes, rows=8), devices=4) == expected
@@ -146,11 +146,11 @@ def test_tpus_have_other_plans_for_maps_of_h_alone_single_rows_and_other_dtypes(
     assert on_tpus(sizes_of(LSTM, batch=1)) == FORWARD | dict(rows_from_one=8)
     assert on_tpus(sizes_of(LSTM, batch=2), devices=2) == FORWARD | dict(rows_from_one=8)
     bfloat16 = sizes_of(layers.MogrifierLSTMCell(H, dtype=jnp.bfloat16))
-    assert on_tpus(bfloat16) == ALIGNED
+    assert on_tpus(bfloat16) == SMALL
     with jax.default_matmul_precision("highest"):
         assert on_tpus(sizes_of(MOGRIFIER)) == ALIGNED
-    # Padded rows count: eight times 16 MiB.
-    single = dataclasses.replace(sizes_of(MOGRIFIER), steps=1, rows=1, large_outputs=4 * MIB)
+    # Padded rows count.
+    single = dataclasses.replace(sizes_of(MOGRIFIER), steps=1, rows=1, large_outputs=2**22)
     assert on_tpus(single) == LARGE | dict(backward_chunk=16, rows_from_one=8)
 
 
