@@ -166,8 +166,8 @@ def _make_tpu_plan(sizes: Sizes) -> Plan:
         plan = dataclasses.replace(plan, operands_backward=BFLOAT16)
     if not sizes.maps_read_inputs:
         return plan
-    # The outputs of large maps that a device stores for the backward pass, as numbers and not bytes:
-    # by the schedule, the same limits serve float32 and bfloat16.
+    # How many numbers a device stores of the outputs of large maps for the backward pass. By the
+    # schedule, the same limits serve float32 and bfloat16.
     stored = sizes.steps * rows * sizes.large_outputs // devices
     large, larger = stored > 2**22, stored > 2**25
     return dataclasses.replace(
