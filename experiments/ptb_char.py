@@ -15,7 +15,8 @@ Mogrifier's settings with no rounds (hidden size 1221), so its result need not b
 
 `small` has 1M parameters and one pass over the text, which takes a CPU core five minutes. Each
 model has the settings of the best of its four trials (docs/science.md); those of the Mogrifier and
-the Mogrifier RLSTM are the same. RESULTS.md has the comparison.
+the Mogrifier RLSTM are the same. `--config.model.layer_norm=True` makes LSTM and Mogrifier better,
+and puts the Mogrifier ahead. RESULTS.md has the comparison.
 
 Variants: `mogrifier` (default), `lstm` or `rlstm`; `small` as above; `tiny` is a smoke run.
 """
