@@ -110,7 +110,7 @@ make_gap_table(measured)
 # - **Words of WikiText-2: holds**, after one pass over the text.
 # - **Characters of Penn Treebank and bytes of enwik8: does not hold** for models of 1M parameters
 #   that read 5M of them. The Mogrifier is ahead at first, and the LSTM at the end. With layer
-#   normalisation the Mogrifier is ahead on the characters (RESULTS.md).
+#   normalisation the Mogrifier is ahead on both (RESULTS.md).
 # - **Characters, after 800 steps on Python's help texts: undecided** on validation data. On test
 #   data the Mogrifier is ahead by 2.5 standard errors, as the table of that set below shows.
 # - **Rounds**: two to six rounds are better than none, each by about two standard errors or more;
