@@ -17,8 +17,8 @@ the Mogrifier.
 `small` has two layers and 1M parameters. It reads 5M bytes, which start at 32 places of the
 training text, and is scored on a tenth of the other texts, which takes a CPU core about ten
 minutes. Each model has the settings of the best of its four trials (docs/science.md).
-`--config.model.layer_norm=True` makes LSTM and Mogrifier better, and puts the Mogrifier ahead.
-RESULTS.md has the comparison.
+`--config.model.layer_norm=True` makes LSTM and Mogrifier better, and puts the Mogrifier ahead
+(one seed). RESULTS.md has the comparison.
 
 Variants: `mogrifier` (default), `lstm` or `rlstm`; `96m` (default) or `48m`; `small` as above;
 `tiny` is a smoke run.
